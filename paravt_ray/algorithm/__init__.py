@@ -1,0 +1,1 @@
+"""From rewards to the loss, in pure torch."""

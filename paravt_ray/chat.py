@@ -1,0 +1,294 @@
+"""The one renderer: messages to token ids, for SFT, RL, evaluation and `paravt ask` alike.
+
+Everything is written in ChatML with Qwen's control tokens. Two rules hold everywhere:
+
+* Text from users, files and tools never becomes a control token, whatever it contains (`encode_text`).
+* A conversation only grows: later turns are encoded alone and appended (`Chat.replies`), never rendered again.
+
+An image stands in the ids as one `<|image_pad|>`; the engine expands it, and `Chat.expand` does the same for SFT and
+for checking that both sides agree.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from paravt_ray.episode import Frame
+
+TOOL_NAME = "crop_video"
+TOOL_SCHEMA: dict[str, Any] = {
+    "name": TOOL_NAME,
+    "description": "Look closely at a part of the video.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "video_path": {"type": "string"},
+            "start_time": {"type": "number", "description": "seconds"},
+            "end_time": {"type": "number", "description": "seconds"},
+        },
+        "required": ["video_path", "start_time", "end_time"],
+    },
+}
+
+MAIN_SYSTEM = (
+    "You answer questions about a video. You see some of its frames, each after its time. "
+    "Think inside <think></think>. Where the frames do not show enough, call the tool; several calls in one turn "
+    "are served at the same time. Otherwise give the answer inside <answer></answer>.\n"
+    f"<tools>\n{json.dumps(TOOL_SCHEMA)}\n</tools>\n"
+    "A call looks like this:\n"
+    '<tool_call>\n{"name": "crop_video", "arguments": '
+    '{"video_path": "x.mp4", "start_time": 30, "end_time": 45}}\n</tool_call>'
+)
+SUBAGENT_SYSTEM = "You see the frames of one part of a video. Say briefly what they show that matters for the question."
+FORCE_ANSWER = "No more calls are possible. Answer now."
+
+THINK_PREFIX = "<think>\n"
+_RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
+_ASSISTANT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True)
+class Tag:
+    """A structural tag written by us, not by a user: its own token where the tokenizer has one."""
+
+    text: str
+
+
+Part = str | Tag | Frame
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation: text, tags and frames in order."""
+
+    role: Role
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a call is answered with: text, and in `reply: frames` the crop's frames."""
+
+    text: str
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclass
+class Rendered:
+    """Token ids with one image pad per frame, the frames in order, and where the assistant speaks."""
+
+    ids: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    """True on assistant text and its end-of-turn token: the tokens that SFT puts loss on. As long as `ids`."""
+    frames: list[Frame] = field(default_factory=list)
+
+
+def question_text(question: str, video: str) -> str:
+    """The question with the line that names the video, as in the released data; left alone where it is there."""
+    line = f"The video path for this video is: {Path(video).name}"
+    return question if "The video path for this video is:" in question else f"{question}\n{line}"
+
+
+def timed(frames: Sequence[Frame]) -> Iterable[Part]:
+    """Each frame after its time in seconds, in the notation that Qwen3-VL was trained with."""
+    for frame in frames:
+        yield f"<{frame.time_s:.1f} seconds>"
+        yield frame
+
+
+def main_messages(question: str, frames: Sequence[Frame]) -> list[Message]:
+    """The main agent's prompt: overview frames with their times, then the question."""
+    return [Message("system", assistant_parts(MAIN_SYSTEM)), Message("user", (*timed(frames), f"\n{question}"))]
+
+
+def subagent_question(question: str, window: tuple[float, float]) -> str:
+    """The text of a sub-agent's prompt that follows the crop's frames."""
+    return f"\nQuestion: {question}\nWhat is shown from {window[0]:g} to {window[1]:g} s?"
+
+
+def subagent_messages(question: str, window: tuple[float, float], frames: Sequence[Frame]) -> list[Message]:
+    """The sub-agent's prompt: the crop's frames with their true times, the question, the window in seconds."""
+    user = Message("user", (*timed(frames), subagent_question(question, window)))
+    return [Message("system", (SUBAGENT_SYSTEM,)), user]
+
+
+def summary_reply(window: tuple[float, float], summary: str, note: str = "") -> str:
+    """A served call's reply: the window in seconds, the sub-agent's summary, the tool's note if it has one."""
+    return f"{window[0]:g} to {window[1]:g} s: {summary}" + (f" ({note})" if note else "")
+
+
+def error_reply(message: str) -> str:
+    """A call's reply where it could not be served."""
+    return f"Error: {message}"
+
+
+def reply_parts(replies: Sequence[Reply], force_answer: bool) -> tuple[Part, ...]:
+    """The user message that answers one turn's calls, all of them, in call order."""
+    parts: list[Part] = []
+    for index, reply in enumerate(replies):
+        parts += ["\n"] if index else []
+        parts += [Tag(_RESPONSE_TAGS[0]), f"\n{reply.text}", *timed(reply.frames), "\n", Tag(_RESPONSE_TAGS[1])]
+    if force_answer:
+        parts.append(f"\n{FORCE_ANSWER}" if replies else FORCE_ANSWER)
+    return tuple(parts)
+
+
+def assistant_parts(text: str) -> tuple[Part, ...]:
+    """Split an assistant text (SFT data) into plain text and the tags an assistant may write."""
+    return _split_tags(text, _ASSISTANT_TAGS)
+
+
+def user_parts(text: str) -> tuple[Part, ...]:
+    """Split a user text (SFT data): tool replies keep their tags, everything else is plain text."""
+    return _split_tags(text, _RESPONSE_TAGS) if text.lstrip().startswith(_RESPONSE_TAGS[0]) else (text,)
+
+
+def _split_tags(text: str, tags: Sequence[str]) -> tuple[Part, ...]:
+    pieces = re.split("(" + "|".join(map(re.escape, tags)) + ")", text)
+    return tuple(Tag(piece) if piece in tags else piece for piece in pieces if piece)
+
+
+class Chat:
+    """Renders messages with one tokenizer. Cheap to build; holds no state of any conversation."""
+
+    def __init__(self, tokenizer: Any, patch_factor: int) -> None:
+        """`tokenizer` a Hugging Face tokenizer with Qwen's control tokens; `patch_factor` pixels per visual token side.
+
+        Raises:
+            ValueError: a control token is missing, so the tokenizer is not one of the Qwen-VL family.
+        """
+        self.tokenizer = tokenizer
+        self.patch_factor = patch_factor
+        self._added: dict[str, int] = dict(tokenizer.get_added_vocab())
+        longest_first = sorted((t for t in self._added if len(t) > 1), key=len, reverse=True)
+        self._any_added = re.compile("|".join(map(re.escape, longest_first)))
+        self.im_start, self.im_end = self._control("<|im_start|>"), self._control("<|im_end|>")
+        self.vision_start, self.vision_end = self._control("<|vision_start|>"), self._control("<|vision_end|>")
+        self.image_pad, self.video_pad = self._control("<|image_pad|>"), self._control("<|video_pad|>")
+        self.vision_ids = (self.vision_start, self.vision_end, self.image_pad, self.video_pad)
+        """Ids that a policy must never sample."""
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> Chat:
+        """Load the tokenizer and the patch size of a checkpoint directory. Never runs code from it."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        vision = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True).vision_config
+        return cls(tokenizer, vision.patch_size * vision.spatial_merge_size)
+
+    def _control(self, token: str) -> int:
+        if token not in self._added:
+            raise ValueError(f"The tokenizer has no {token} token: it does not belong to a Qwen vision-language model.")
+        return self._added[token]
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode plain text so that nothing in it becomes a control token.
+
+        A literal such as `<|im_end|>` is cut after its first character and both pieces are encoded on their own, so
+        that it comes out as ordinary characters.
+        """
+        ids: list[int] = []
+        while (match := self._any_added.search(text)) is not None:
+            ids += self.tokenizer.encode(text[: match.start() + 1], add_special_tokens=False)
+            text = text[match.start() + 1 :]
+        return ids + (self.tokenizer.encode(text, add_special_tokens=False) if text else [])
+
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """Render whole messages."""
+        out = Rendered()
+        for message in messages:
+            self._message(out, message)
+        return out
+
+    def prompt(self, messages: Sequence[Message], think_prefix: bool = False) -> Rendered:
+        """Render messages and the header of the assistant turn that follows."""
+        out = self.render(messages)
+        self._extend(out, self._header(think_prefix))
+        return out
+
+    def replies(self, replies: Sequence[Reply], closed: bool, think_prefix: bool, force_answer: bool) -> Rendered:
+        """What is appended after an assistant turn: all replies in one user message, then one assistant header.
+
+        `closed` says whether the turn ended with its own end-of-turn token; otherwise (it was cut at the token
+        limit) one is appended, not as the policy's.
+        """
+        out = Rendered()
+        self._extend(out, ([] if closed else [self.im_end]) + self.encode_text("\n"))
+        self._message(out, Message("user", reply_parts(replies, force_answer)))
+        self._extend(out, self._header(think_prefix))
+        return out
+
+    def expand(self, ids: Sequence[int], frames: Sequence[Frame]) -> list[int]:
+        """Replace each image pad by as many as its frame has visual tokens: what the engine does.
+
+        Raises:
+            ValueError: there is not one frame for each image pad.
+        """
+        if sum(token == self.image_pad for token in ids) != len(frames):
+            raise ValueError(f"{len(frames)} frames do not match the image pads of the prompt.")
+        remaining = iter(frames)
+        expanded: list[int] = []
+        for token in ids:
+            expanded += [token] * (self.visual_tokens(next(remaining)) if token == self.image_pad else 1)
+        return expanded
+
+    def visual_tokens(self, frame: Frame) -> int:
+        """Visual tokens of one frame: one for each `patch_factor` x `patch_factor` pixels."""
+        height, width = frame.pixels.shape[:2]
+        return int(height // self.patch_factor) * int(width // self.patch_factor)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of generated ids, control tokens included (the parser drops end-of-turn markers)."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def _header(self, think_prefix: bool) -> list[int]:
+        header = [self.im_start, *self.encode_text("assistant\n")]
+        return header + (self._assistant(THINK_PREFIX) if think_prefix else [])
+
+    def _assistant(self, text: str) -> list[int]:
+        # The forced prefix is encoded alone, so the text after it must be too, or SFT would teach other ids than RL
+        # continues from.
+        if text.startswith(THINK_PREFIX) and len(text) > len(THINK_PREFIX):
+            return self._assistant(THINK_PREFIX) + self._assistant(text[len(THINK_PREFIX) :])
+        return self._parts(assistant_parts(text))
+
+    def _parts(self, parts: Iterable[str | Tag | Frame]) -> list[int]:
+        """Encode text and tags; adjacent plain texts are encoded as one."""
+        ids: list[int] = []
+        plain = ""
+        for part in parts:
+            if isinstance(part, str):
+                plain += part
+                continue
+            ids += self.encode_text(plain) if plain else []
+            plain = ""
+            if isinstance(part, Frame):
+                ids += [self.vision_start, self.image_pad, self.vision_end]
+            else:
+                ids += [self._added[part.text]] if part.text in self._added else self.encode_text(part.text)
+        return ids + (self.encode_text(plain) if plain else [])
+
+    def _message(self, out: Rendered, message: Message) -> None:
+        header = [self.im_start, *self.encode_text(f"{message.role}\n")]
+        self._extend(out, header)
+        if message.role == "assistant":
+            text = "".join(p.text if isinstance(p, Tag) else p for p in message.parts if not isinstance(p, Frame))
+            self._extend(out, [*self._assistant(text), self.im_end], trained=True)
+        else:
+            out.frames += [part for part in message.parts if isinstance(part, Frame)]
+            self._extend(out, [*self._parts(message.parts), self.im_end])
+        self._extend(out, self.encode_text("\n"))
+
+    @staticmethod
+    def _extend(out: Rendered, ids: list[int], trained: bool = False) -> None:
+        out.ids += ids
+        out.trained += [trained] * len(ids)

@@ -1,0 +1,437 @@
+"""The typed configuration: every key, its meaning and its default. Unknown keys and bad values are refused by name.
+
+A run is described by one YAML file and `key=value` overrides: `load_config("configs/debug.yaml", ["trainer.seed=2"])`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+TINY_MODEL = "tiny"
+
+
+class ConfigError(ValueError):
+    """The configuration names an unknown key or holds a value that cannot be used; the message says which and why."""
+
+
+@dataclass
+class ModelConfig:
+    """Which model is trained and how it sees frames."""
+
+    path: str = TINY_MODEL
+    """Directory of a Qwen3-VL checkpoint in Hugging Face format; `tiny` is the one that ships with the package."""
+    dtype: str = "bfloat16"
+    """Weights and activations in generators and learner: `float32` or `bfloat16`."""
+    context_length: int = 32768
+    """Longest sequence in tokens, prompt and all turns together."""
+    overview_max_pixels: int = 50176
+    """Largest overview frame in pixels after resizing."""
+    crop_max_pixels: int = 50176
+    """Largest crop frame in pixels after resizing."""
+    min_pixels: int = 784
+    """Smallest frame in pixels after resizing."""
+
+
+@dataclass
+class DataConfig:
+    """Which questions are asked."""
+
+    train: str = MISSING
+    """Parquet file with RL samples."""
+    valid: str = ""
+    """Parquet file with held-out samples; empty for none."""
+    video_root: str = ""
+    """Folder that relative video paths start from; empty for the parquet file's own folder."""
+    max_unusable: float = 0.0
+    """Share of rows that may be unusable (missing video, no answer, ...) before the run is refused."""
+
+
+@dataclass
+class RolloutConfig:
+    """How episodes are produced."""
+
+    generators: int = 1
+    """vLLM engines."""
+    tensor_parallel: int = 1
+    """GPUs of one engine."""
+    gpu_memory_utilization: float = 0.85
+    """Share of a GPU that an engine may use (GPU only)."""
+    kv_cache_gb: float = 1.0
+    """Memory for keys and values of one engine (CPU only)."""
+    prompts_per_step: int = 7
+    group_size: int = 8
+    """Episodes of one prompt."""
+    temperature: float = 0.7
+    top_p: float = 1.0
+    max_new_tokens: int = 2048
+    """Tokens of one assistant turn."""
+    max_tool_turns: int = 3
+    """Turns that may call tools; then an answer is forced."""
+    max_calls_per_turn: int = 5
+    max_calls_per_episode: int = 15
+    max_invalid_turns: int = 3
+    """Turns in a row whose calls are all invalid before the episode is ended."""
+    dispatch: str = "parallel"
+    """`parallel`, or `sequential`: at most one call a turn."""
+    reply: str = "summary"
+    """`summary`: a sub-agent's text; `frames`: the crop's frames themselves."""
+    think_prefix: bool = True
+    """Begin every turn of the main agent with the forced tokens `<think>\\n`."""
+    gating: bool = True
+    """Draw each prompt's overview budget K from `frame_budgets` instead of always `overview_frames`."""
+    frame_budgets: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64])
+    overview_frames: int = 64
+    """K where gating is off, and in `paravt ask`."""
+    train_subagents: bool = True
+    """Put the sub-agents' tokens into the loss with their episode's advantage."""
+    subagent_max_new_tokens: int = 512
+    """Longest summary in tokens."""
+    staleness: int = 0
+    """Versions by which generators may run ahead of the learner; 0 is the synchronous loop."""
+    concurrency: int = 64
+    """Episodes in flight on one generator."""
+    turn_timeout_s: float = 300.0
+    episode_timeout_s: float = 900.0
+    min_group_size: int = 2
+    """A group that has fewer finished episodes is left out of the step."""
+
+
+@dataclass
+class ToolsConfig:
+    """The video-crop service."""
+
+    workers: int = 4
+    crop_fps: float = 1.0
+    """Frames per second of a crop."""
+    crop_max_frames: int = 16
+    crop_timeout_s: float = 30.0
+    cache_mb: int = 512
+    """Decoded frames that one worker keeps."""
+    queue_limit: int = 1024
+    """Calls waiting for one worker before further ones are refused."""
+
+
+@dataclass
+class RewardConfig:
+    """R = R_acc + format_weight * R_fmt + R_tool (paper, section 4)."""
+
+    format_weight: float = 1.0
+    anchor_weight: float = 0.5
+    """Lambda: weight of R_anchor inside R_fmt; 0 switches the selective anchor off."""
+    unclosed_penalty: float = 0.3
+    """Gamma: what `<think>` that is never closed costs R_anchor."""
+    answer_suffix: bool = True
+    """Credit a final non-empty answer block even where the rest is imperfect."""
+    tool: bool = True
+    """Whether R_tool is part of the reward."""
+    open_ended: str = "f1"
+    """Score of open-ended answers: `f1`, `exact`."""
+    workers: int = 1
+    """Reward actors."""
+    timeout_s: float = 60.0
+
+
+@dataclass
+class AlgorithmConfig:
+    """From rewards to the loss."""
+
+    advantage: str = "mean_std"
+    """`mean_std`, `mean` or `leave_one_out`, within a group."""
+    batch_normalise: bool = True
+    """Normalise advantages over the batch after the group."""
+    anchoring_scope: str = "structural"
+    """Where the format advantage is placed: `structural` (tag tokens only) or `all` generated tokens."""
+    loss: str = "ppo"
+    """`ppo`, `gspo` or `cispo`."""
+    aggregation: str = "token_mean"
+    """`token_mean`, `sequence_mean` or `dr_grpo`."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    behaviour_cap: float = 5.0
+    """Largest weight that corrects for the generator's policy being older than the proximal one."""
+    kl_coefficient: float = 0.01
+    """0 switches the reference model off."""
+    kl_estimator: str = "k1"
+    """`k1`, `k2` or `k3` (Schulman 2020)."""
+    kl_placement: str = "reward"
+    """`reward` or `loss`."""
+    entropy_coefficient: float = 0.0
+
+
+@dataclass
+class LearnerConfig:
+    """The DeepSpeed learner."""
+
+    ranks: int = 1
+    zero_stage: int = 0
+    offload_optimizer: bool = False
+    activation_checkpointing: bool = False
+    lr: float = 2e-6
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0; afterwards the rate is constant (or `schedule`)."""
+    schedule: str = "constant"
+    """`constant` or `cosine` (to 0 at the last step)."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    updates_per_step: int = 1
+    """Optimizer steps on one batch of rollouts."""
+    micro_batch_tokens: int = 32768
+    """Tokens of one forward and backward pass."""
+    logprob_chunk_tokens: int = 1024
+    """Positions whose full-vocabulary logits exist at one time."""
+    timeout_s: float = 1800.0
+    """Deadline of one learner call (an update, a save)."""
+
+
+@dataclass
+class SftConfig:
+    """Supervised cold start (`paravt sft`)."""
+
+    output: str = "outputs/sft"
+    epochs: int = 1
+    batch_size: int = 16
+    """Samples of one optimizer step, over all ranks."""
+    max_skipped: float = 0.05
+    """Share of rows that may be skipped before the run is refused."""
+
+
+@dataclass
+class TrainerConfig:
+    """The loop."""
+
+    steps: int = 54
+    seed: int = 0
+    run_dir: str = "outputs/run"
+    resume: str = "never"
+    """`never`: refuse a run directory that holds a run; `auto`: go on from its newest complete checkpoint."""
+    save_every: int = 5
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep_checkpoints: int = 2
+    eval_every: int = 0
+    """Steps between held-out evaluations; 0 evaluates only before and after."""
+    eval_samples: int = 0
+    """Held-out samples of one evaluation; 0 takes all."""
+    step_timeout_s: float = 3600.0
+
+
+@dataclass
+class TrackingConfig:
+    """MLflow."""
+
+    uri: str = ""
+    """Tracking server; empty for SQLite beside the run directories (`outputs/mlflow.db`)."""
+    experiment: str = "paravt"
+
+
+@dataclass
+class ClusterConfig:
+    """The Ray cluster."""
+
+    address: str = ""
+    """`auto` or an address to join a running cluster; empty to start one on this machine for this run."""
+    cpus: int = 0
+    """Logical CPUs of a cluster that the run starts itself; 0 for as many as its actors ask for."""
+    object_store_gb: float = 1.0
+    """Object store of a cluster that the run starts itself."""
+
+
+@dataclass
+class Config:
+    """Everything."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("float32", "bfloat16"),
+    "rollout.dispatch": ("parallel", "sequential"),
+    "rollout.reply": ("summary", "frames"),
+    "reward.open_ended": ("f1", "exact"),
+    "algorithm.advantage": ("mean_std", "mean", "leave_one_out"),
+    "algorithm.anchoring_scope": ("structural", "all"),
+    "algorithm.loss": ("ppo", "gspo", "cispo"),
+    "algorithm.aggregation": ("token_mean", "sequence_mean", "dr_grpo"),
+    "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "algorithm.kl_placement": ("reward", "loss"),
+    "learner.schedule": ("constant", "cosine"),
+    "trainer.resume": ("never", "auto"),
+}
+
+# Smallest and largest value that makes sense; None leaves that side open.
+_RANGES: dict[str, tuple[float | None, float | None]] = {
+    "model.context_length": (64, None),
+    "model.overview_max_pixels": (1, None),
+    "model.crop_max_pixels": (1, None),
+    "model.min_pixels": (1, None),
+    "data.max_unusable": (0, 1),
+    "rollout.generators": (1, None),
+    "rollout.tensor_parallel": (1, None),
+    "rollout.gpu_memory_utilization": (0.05, 1),
+    "rollout.kv_cache_gb": (0.05, None),
+    "rollout.prompts_per_step": (1, None),
+    "rollout.group_size": (1, None),
+    "rollout.temperature": (0.01, 10),
+    "rollout.top_p": (0.01, 1),
+    "rollout.max_new_tokens": (1, None),
+    "rollout.max_tool_turns": (0, None),
+    "rollout.max_calls_per_turn": (1, None),
+    "rollout.max_calls_per_episode": (1, None),
+    "rollout.max_invalid_turns": (1, None),
+    "rollout.overview_frames": (1, None),
+    "rollout.subagent_max_new_tokens": (1, None),
+    "rollout.staleness": (0, None),
+    "rollout.concurrency": (1, None),
+    "rollout.turn_timeout_s": (0.1, None),
+    "rollout.episode_timeout_s": (0.1, None),
+    "rollout.min_group_size": (1, None),
+    "tools.workers": (1, None),
+    "tools.crop_fps": (0.01, None),
+    "tools.crop_max_frames": (1, None),
+    "tools.crop_timeout_s": (0.1, None),
+    "tools.cache_mb": (0, None),
+    "tools.queue_limit": (1, None),
+    "reward.workers": (1, None),
+    "reward.timeout_s": (0.1, None),
+    "algorithm.clip_low": (0, 1),
+    "algorithm.clip_high": (0, None),
+    "algorithm.behaviour_cap": (1, None),
+    "algorithm.kl_coefficient": (0, None),
+    "learner.ranks": (1, None),
+    "learner.zero_stage": (0, 3),
+    "learner.lr": (0, None),
+    "learner.warmup_steps": (0, None),
+    "learner.beta1": (0, 1),
+    "learner.beta2": (0, 1),
+    "learner.weight_decay": (0, None),
+    "learner.grad_clip": (0, None),
+    "learner.updates_per_step": (1, None),
+    "learner.micro_batch_tokens": (1, None),
+    "learner.logprob_chunk_tokens": (1, None),
+    "learner.timeout_s": (1, None),
+    "sft.epochs": (1, None),
+    "sft.batch_size": (1, None),
+    "sft.max_skipped": (0, 1),
+    "trainer.steps": (1, None),
+    "trainer.seed": (0, None),
+    "trainer.save_every": (0, None),
+    "trainer.keep_checkpoints": (1, None),
+    "trainer.eval_every": (0, None),
+    "trainer.eval_samples": (0, None),
+    "trainer.step_timeout_s": (1, None),
+    "cluster.cpus": (0, None),
+    "cluster.object_store_gb": (0.1, None),
+}
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file, apply `key=value` overrides, check every key and value.
+
+    Raises:
+        ConfigError: the file is missing or no YAML, a key is unknown, a value has the wrong type or range.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"There is no configuration file {file}.")
+    try:
+        loaded = OmegaConf.load(file)
+    except Exception as error:  # OmegaConf passes on whatever its YAML reader raises
+        raise ConfigError(f"{file} is not readable as YAML: {error}") from error
+    if not OmegaConf.is_dict(loaded):
+        raise ConfigError(f"{file} must hold sections with keys, such as `trainer:` with `steps: 20`.")
+    malformed = next((o for o in overrides or [] if "=" not in o), None)
+    if malformed is not None:
+        raise ConfigError(f"'{malformed}' is not an override: write it as key=value, for example trainer.steps=20.")
+    try:
+        dotlist = OmegaConf.from_dotlist(overrides or [])
+        merged = OmegaConf.merge(OmegaConf.structured(Config), loaded, dotlist)
+        config = cast(Config, OmegaConf.to_object(merged))
+    except ConfigKeyError as error:
+        raise ConfigError(_unknown_key_message(str(error.full_key or error.key or ""))) from error
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"The key {error.full_key} must be set, in {file} or as {error.full_key}=VALUE.") from error
+    except (OmegaConfBaseException, ValueError) as error:
+        key = getattr(error, "full_key", None)
+        where = f"The value of {key} cannot be used" if key else f"{file} cannot be used"
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+    check_config(config)
+    return config
+
+
+def check_config(config: Config) -> None:
+    """Refuse values that have the right type and still make no sense.
+
+    Raises:
+        ConfigError: naming the key, the value and what is allowed.
+    """
+    for key, choices in _CHOICES.items():
+        if (value := _get(config, key)) not in choices:
+            raise ConfigError(f"{key} is '{value}', but must be one of: {', '.join(choices)}.")
+    for key, (low, high) in _RANGES.items():
+        value = _get(config, key)
+        if not ((low is None or value >= low) and (high is None or value <= high)):
+            bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise ConfigError(f"{key} is {value}, but must be {bounds}.")
+    budgets = config.rollout.frame_budgets
+    if not budgets or min(budgets) < 1:
+        raise ConfigError(f"rollout.frame_budgets is {budgets}, but must hold frame counts of at least 1.")
+    if config.rollout.min_group_size > config.rollout.group_size:
+        raise ConfigError(
+            f"rollout.min_group_size is {config.rollout.min_group_size}, more than rollout.group_size "
+            f"({config.rollout.group_size}): no group could ever be complete."
+        )
+    if config.rollout.top_p < 1.0:
+        raise ConfigError(
+            "rollout.top_p below 1 cuts the distribution that log-probs are taken from, which the learner "
+            "does not mirror; set rollout.top_p=1.0 and use rollout.temperature."
+        )
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration as YAML."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+
+
+def config_items(config: Config) -> dict[str, Any]:
+    """All keys, dotted, with their values."""
+
+    def walk(node: Any, prefix: str) -> dict[str, Any]:
+        items: dict[str, Any] = {}
+        for name, value in vars(node).items():
+            if hasattr(value, "__dataclass_fields__"):
+                items |= walk(value, f"{prefix}{name}.")
+            else:
+                items[f"{prefix}{name}"] = value
+        return items
+
+    return walk(config, "")
+
+
+def _get(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _unknown_key_message(key: str) -> str:
+    known = list(config_items(Config()))
+    leaf = key.rsplit(".", maxsplit=1)[-1]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7) or [k for k in known if k.split(".")[1] == leaf]
+    hint = f" Did you mean {close[0]}?" if close else " `paravt train --help` says where all keys are described."
+    return f"Unknown configuration key {key}.{hint}"

@@ -1,0 +1,1 @@
+"""Producing episodes: engines, the agent loop, the fleet of generators."""

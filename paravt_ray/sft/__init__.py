@@ -1,0 +1,1 @@
+"""Supervised cold start."""

@@ -1,0 +1,1 @@
+"""Metrics, episodes and progress: what a run leaves behind."""

@@ -1,0 +1,1 @@
+"""Pushing weights from the learner to the generators."""
