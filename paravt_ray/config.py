@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 TINY_MODEL = "tiny"
 
@@ -42,10 +42,10 @@ class ModelConfig:
 class DataConfig:
     """Which questions are asked."""
 
-    train: str = MISSING
-    """Parquet file with RL samples."""
+    train: str = ""
+    """Parquet file with training samples: questions for `paravt train`, conversations for `paravt sft`."""
     valid: str = ""
-    """Parquet file with held-out samples; empty for none."""
+    """Parquet file with held-out samples of the same kind; empty for none."""
     video_root: str = ""
     """Folder that relative video paths start from; empty for the parquet file's own folder."""
     max_unusable: float = 0.0
@@ -365,8 +365,6 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         config = cast(Config, OmegaConf.to_object(merged))
     except ConfigKeyError as error:
         raise ConfigError(_unknown_key_message(str(error.full_key or error.key or ""))) from error
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"The key {error.full_key} must be set, in {file} or as {error.full_key}=VALUE.") from error
     except (OmegaConfBaseException, ValueError) as error:
         key = getattr(error, "full_key", None)
         where = f"The value of {key} cannot be used" if key else f"{file} cannot be used"
