@@ -90,9 +90,9 @@ class Rendered:
     frames: list[Frame] = field(default_factory=list)
 
 
-def question_text(question: str, video: str) -> str:
-    """The question with the line that names the video, as in the released data; left alone where it is there."""
-    line = f"The video path for this video is: {Path(video).name}"
+def question_text(question: str, videos: Sequence[str]) -> str:
+    """The question with the line that names its videos, as in the released data; left alone where it is there."""
+    line = f"The video path for this video is: {', '.join(Path(video).name for video in videos)}"
     return question if "The video path for this video is:" in question else f"{question}\n{line}"
 
 
@@ -122,6 +122,11 @@ def subagent_messages(question: str, window: tuple[float, float], frames: Sequen
 def summary_reply(window: tuple[float, float], summary: str, note: str = "") -> str:
     """A served call's reply: the window in seconds, the sub-agent's summary, the tool's note if it has one."""
     return f"{window[0]:g} to {window[1]:g} s: {summary}" + (f" ({note})" if note else "")
+
+
+def frames_reply(window: tuple[float, float], note: str = "") -> str:
+    """A served call's reply where the crop's frames follow: the window in seconds, the tool's note if it has one."""
+    return f"{window[0]:g} to {window[1]:g} s:" + (f" ({note})" if note else "") + "\n"
 
 
 def error_reply(message: str) -> str:
@@ -195,11 +200,13 @@ class Chat:
         A literal such as `<|im_end|>` is cut after its first character and both pieces are encoded on their own, so
         that it comes out as ordinary characters.
         """
+        text = text.encode("utf-8", "replace").decode()  # lone surrogates (odd file names) have no bytes to encode
         ids: list[int] = []
-        while (match := self._any_added.search(text)) is not None:
-            ids += self.tokenizer.encode(text[: match.start() + 1], add_special_tokens=False)
-            text = text[match.start() + 1 :]
-        return ids + (self.tokenizer.encode(text, add_special_tokens=False) if text else [])
+        begin = 0
+        while (match := self._any_added.search(text, begin)) is not None:
+            ids += self.tokenizer.encode(text[begin : match.start() + 1], add_special_tokens=False)
+            begin = match.start() + 1
+        return ids + (self.tokenizer.encode(text[begin:], add_special_tokens=False) if begin < len(text) else [])
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Render whole messages."""
@@ -249,6 +256,10 @@ class Chat:
         """The text of generated ids, control tokens included (the parser drops end-of-turn markers)."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def plain_text(self, ids: Sequence[int]) -> str:
+        """The text of generated ids without control tokens, stripped: what a sub-agent said."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
 
     def _header(self, think_prefix: bool) -> list[int]:
         header = [self.im_start, *self.encode_text("assistant\n")]

@@ -6,6 +6,7 @@ A run is described by one YAML file and `key=value` overrides: `load_config("con
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -13,10 +14,13 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from paravt_ray.errors import InputError
+
 TINY_MODEL = "tiny"
+MODEL_TYPE = "qwen3_vl"
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """The configuration names an unknown key or holds a value that cannot be used; the message says which and why."""
 
 
@@ -98,6 +102,12 @@ class RolloutConfig:
     """Episodes in flight on one generator."""
     turn_timeout_s: float = 300.0
     episode_timeout_s: float = 900.0
+    start_timeout_s: float = 900.0
+    """Deadline for an engine to start."""
+    push_timeout_s: float = 300.0
+    """Deadline for one engine to load pushed weights."""
+    max_restarts: int = 3
+    """Times one generator that died is started again before the run is given up on it."""
     min_group_size: int = 2
     """A group that has fewer finished episodes is left out of the step."""
 
@@ -155,6 +165,8 @@ class AlgorithmConfig:
     clip_high: float = 0.2
     behaviour_cap: float = 5.0
     """Largest weight that corrects for the generator's policy being older than the proximal one."""
+    behaviour_correction: str = "truncate"
+    """What happens to a larger weight: `truncate` cuts it to the cap, `mask` drops the token's gradient."""
     kl_coefficient: float = 0.01
     """0 switches the reference model off."""
     kl_estimator: str = "k1"
@@ -197,6 +209,8 @@ class SftConfig:
 
     output: str = "outputs/sft"
     epochs: int = 1
+    steps: int = 0
+    """Optimizer steps; 0 for as many as `epochs` take."""
     batch_size: int = 16
     """Samples of one optimizer step, over all ranks."""
     max_skipped: float = 0.05
@@ -269,6 +283,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.anchoring_scope": ("structural", "all"),
     "algorithm.loss": ("ppo", "gspo", "cispo"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "dr_grpo"),
+    "algorithm.behaviour_correction": ("truncate", "mask"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.kl_placement": ("reward", "loss"),
     "learner.schedule": ("constant", "cosine"),
@@ -301,6 +316,9 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "rollout.concurrency": (1, None),
     "rollout.turn_timeout_s": (0.1, None),
     "rollout.episode_timeout_s": (0.1, None),
+    "rollout.start_timeout_s": (1, None),
+    "rollout.push_timeout_s": (1, None),
+    "rollout.max_restarts": (0, None),
     "rollout.min_group_size": (1, None),
     "tools.workers": (1, None),
     "tools.crop_fps": (0.01, None),
@@ -327,6 +345,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "learner.logprob_chunk_tokens": (1, None),
     "learner.timeout_s": (1, None),
     "sft.epochs": (1, None),
+    "sft.steps": (0, None),
     "sft.batch_size": (1, None),
     "sft.max_skipped": (0, 1),
     "trainer.steps": (1, None),
@@ -356,12 +375,11 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{file} is not readable as YAML: {error}") from error
     if not OmegaConf.is_dict(loaded):
         raise ConfigError(f"{file} must hold sections with keys, such as `trainer:` with `steps: 20`.")
-    malformed = next((o for o in overrides or [] if "=" not in o), None)
-    if malformed is not None:
-        raise ConfigError(f"'{malformed}' is not an override: write it as key=value, for example trainer.steps=20.")
+    changes = [_read_override(override) for override in overrides or []]
+    for layer in (loaded, *changes):
+        _check_sections(layer)
     try:
-        dotlist = OmegaConf.from_dotlist(overrides or [])
-        merged = OmegaConf.merge(OmegaConf.structured(Config), loaded, dotlist)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), loaded, *changes)
         config = cast(Config, OmegaConf.to_object(merged))
     except ConfigKeyError as error:
         raise ConfigError(_unknown_key_message(str(error.full_key or error.key or ""))) from error
@@ -371,6 +389,24 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
     check_config(config)
     return config
+
+
+def _read_override(override: str) -> Any:
+    """One `key=value` as a tree; `key=` sets an empty text."""
+    if "=" not in override:
+        raise ConfigError(f"'{override}' is not an override: write it as key=value, for example trainer.steps=20.")
+    try:
+        return OmegaConf.from_dotlist([f"{override}''" if override.endswith("=") else override])
+    except Exception as error:  # OmegaConf passes on whatever its YAML reader raises
+        raise ConfigError(f"The value in '{override}' is not readable as YAML.") from error
+
+
+def _check_sections(layer: Any) -> None:
+    for name, value in layer.items():
+        if name in vars(Config()) and not OmegaConf.is_dict(value):
+            raise ConfigError(
+                f"{name} is a section, so it cannot be '{value}': set one of its keys, as {name}.KEY=VALUE."
+            )
 
 
 def check_config(config: Config) -> None:
@@ -395,11 +431,41 @@ def check_config(config: Config) -> None:
             f"rollout.min_group_size is {config.rollout.min_group_size}, more than rollout.group_size "
             f"({config.rollout.group_size}): no group could ever be complete."
         )
+    if config.algorithm.kl_placement == "loss" and config.algorithm.kl_estimator == "k1":
+        raise ConfigError(
+            "algorithm.kl_estimator=k1 has no effect with algorithm.kl_placement=loss (its gradient is 0 in "
+            "expectation); use k2 or k3, or place it in the reward."
+        )
     if config.rollout.top_p < 1.0:
         raise ConfigError(
             "rollout.top_p below 1 cuts the distribution that log-probs are taken from, which the learner "
             "does not mirror; set rollout.top_p=1.0 and use rollout.temperature."
         )
+
+
+def model_directory(config: Config) -> Path:
+    """The checkpoint directory that `model.path` names.
+
+    Raises:
+        ConfigError: there is no checkpoint of the Qwen3-VL family in Hugging Face format.
+    """
+    shipped = Path(__file__).with_name("assets") / TINY_MODEL
+    directory = shipped if config.model.path == TINY_MODEL else Path(config.model.path)
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"There is no checkpoint at model.path={config.model.path}: {file} is missing. Give the directory of a "
+            f"Qwen3-VL in Hugging Face format."
+        )
+    try:
+        kind = json.loads(file.read_text(encoding="utf-8"))["model_type"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{file} is no configuration of a model in Hugging Face format.") from error
+    if kind != MODEL_TYPE:
+        raise ConfigError(
+            f"model.path={config.model.path} holds a model of type {kind}; only {MODEL_TYPE} is supported."
+        )
+    return directory.absolute()
 
 
 def save_config(config: Config, path: Path) -> None:

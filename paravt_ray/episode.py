@@ -259,6 +259,7 @@ class TrainRow:
     behaviour_logprobs: NDArray[np.float32]  # [T] the generator's
     versions: NDArray[np.int32]  # [T]
     frames: list[Frame]
+    reference_logprobs: NDArray[np.float32] | None = None  # [T] the reference policy's, where it was asked already
     group_index: int = 0
     sequence_index: int = 0
     """Rows of one episode (main agent, sub-agents) share it."""

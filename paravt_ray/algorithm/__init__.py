@@ -1,1 +1,1 @@
-"""From rewards to the loss, in pure torch."""
+"""The algorithm: advantages, anchoring, losses, log-probs. Tensors in, tensors out; no Ray, no engine, no DeepSpeed."""

@@ -1,1 +1,7 @@
-"""Scores of whole episodes."""
+"""Rewards: pure functions of finished episodes (`score_episode`), and the actors that run them (`rewards.actor`)."""
+
+from paravt_ray.rewards.accuracy import accuracy
+from paravt_ray.rewards.format import FormatStats, format_stats
+from paravt_ray.rewards.score import score_episode
+
+__all__ = ["FormatStats", "accuracy", "format_stats", "score_episode"]
