@@ -44,10 +44,16 @@ MAIN_SYSTEM = (
     '<tool_call>\n{"name": "crop_video", "arguments": '
     '{"video_path": "x.mp4", "start_time": 30, "end_time": 45}}\n</tool_call>'
 )
+NO_TOOLS_SYSTEM = (
+    "You answer questions about a video. You see some of its frames, each after its time. "
+    "Think inside <think></think>. Then give the answer inside <answer></answer>."
+)
+"""The main agent's where there is no tool to call."""
 SUBAGENT_SYSTEM = "You see the frames of one part of a video. Say briefly what they show that matters for the question."
 FORCE_ANSWER = "No more calls are possible. Answer now."
 
 THINK_PREFIX = "<think>\n"
+ANSWER_TAG = "<answer>"
 _RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 _ASSISTANT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
@@ -103,9 +109,15 @@ def timed(frames: Sequence[Frame]) -> Iterable[Part]:
         yield frame
 
 
-def main_messages(question: str, frames: Sequence[Frame]) -> list[Message]:
-    """The main agent's prompt: overview frames with their times, then the question."""
-    return [Message("system", assistant_parts(MAIN_SYSTEM)), Message("user", (*timed(frames), f"\n{question}"))]
+def main_messages(question: str, frames: Sequence[Frame], tools: bool = True) -> list[Message]:
+    """The main agent's prompt: overview frames with their times, then the question; the tool is offered or not."""
+    system = MAIN_SYSTEM if tools else NO_TOOLS_SYSTEM
+    return [Message("system", assistant_parts(system)), Message("user", (*timed(frames), f"\n{question}"))]
+
+
+def answer_prefix(think_prefix: bool) -> str:
+    """What a turn is begun with, after its think prefix, to get nothing but the answer."""
+    return f"</think>\n{ANSWER_TAG}" if think_prefix else ANSWER_TAG
 
 
 def subagent_question(question: str, window: tuple[float, float]) -> str:
@@ -221,16 +233,24 @@ class Chat:
         self._extend(out, self._header(think_prefix))
         return out
 
-    def replies(self, replies: Sequence[Reply], closed: bool, think_prefix: bool, force_answer: bool) -> Rendered:
+    def replies(
+        self,
+        replies: Sequence[Reply],
+        closed: bool,
+        think_prefix: bool,
+        force_answer: bool,
+        answer_only: bool = False,
+    ) -> Rendered:
         """What is appended after an assistant turn: all replies in one user message, then one assistant header.
 
         `closed` says whether the turn ended with its own end-of-turn token; otherwise (it was cut at the token
-        limit) one is appended, not as the policy's.
+        limit) one is appended, not as the policy's. With `answer_only` the next turn begins with `answer_prefix`.
         """
         out = Rendered()
         self._extend(out, ([] if closed else [self.im_end]) + self.encode_text("\n"))
         self._message(out, Message("user", reply_parts(replies, force_answer)))
         self._extend(out, self._header(think_prefix))
+        self._extend(out, self._assistant(answer_prefix(think_prefix)) if answer_only else [])
         return out
 
     def expand(self, ids: Sequence[int], frames: Sequence[Frame]) -> list[int]:

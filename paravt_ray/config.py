@@ -76,7 +76,7 @@ class RolloutConfig:
     max_new_tokens: int = 2048
     """Tokens of one assistant turn."""
     max_tool_turns: int = 3
-    """Turns that may call tools; then an answer is forced."""
+    """Turns that may call tools; then an answer is forced. 0: the prompt does not offer the tool."""
     max_calls_per_turn: int = 5
     max_calls_per_episode: int = 15
     max_invalid_turns: int = 3
@@ -237,6 +237,35 @@ class TrainerConfig:
 
 
 @dataclass
+class EvalConfig:
+    """Benchmarks (`paravt eval`), at temperature 0; the rest of the protocol is `rollout`, `tools` and `model`."""
+
+    split: str = "rl"
+    """One of the paper's splits (`videomme`, `videomme_subtitles`, `longvideobench`, `lvbench`, `mlvu`, `mmvu`,
+    `charades`), or `rl`: questions in the format of `data.valid`."""
+    data: str = ""
+    """Local copy of the split as it was released: a parquet, JSON or JSONL file, or a folder of parquet files; empty
+    for `data.valid` (`rl` only)."""
+    video_root: str = ""
+    """Folder that the split's video names start from; empty for that of `data`."""
+    subtitles: str = ""
+    """Folder with `VIDEO.srt` (`videomme_subtitles` only)."""
+    subtitle_tokens: int = 8192
+    """Most tokens of one video's subtitles; longer ones are thinned out evenly."""
+    tools: bool = True
+    """Off: the prompt does not offer the tool and the first turn is the answer."""
+    mcq_answer_tokens: int = 64
+    """Longest forced answer to a multiple-choice question, after the last tool turn."""
+    other_answer_tokens: int = 128
+    """Longest forced answer to any other question."""
+    samples: int = 0
+    """Questions to ask, from the first on; 0 for all."""
+    results: str = "outputs/eval"
+    """Folder for results, tables and samples for lmms-eval. What it holds of the same model, protocol and question is
+    not asked again."""
+
+
+@dataclass
 class TrackingConfig:
     """MLflow."""
 
@@ -270,6 +299,7 @@ class Config:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -288,6 +318,16 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.kl_placement": ("reward", "loss"),
     "learner.schedule": ("constant", "cosine"),
     "trainer.resume": ("never", "auto"),
+    "eval.split": (
+        "rl",
+        "videomme",
+        "videomme_subtitles",
+        "longvideobench",
+        "lvbench",
+        "mlvu",
+        "mmvu",
+        "charades",
+    ),
 }
 
 # Smallest and largest value that makes sense; None leaves that side open.
@@ -355,6 +395,10 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "trainer.eval_every": (0, None),
     "trainer.eval_samples": (0, None),
     "trainer.step_timeout_s": (1, None),
+    "eval.subtitle_tokens": (0, None),
+    "eval.mcq_answer_tokens": (1, None),
+    "eval.other_answer_tokens": (1, None),
+    "eval.samples": (0, None),
     "cluster.cpus": (0, None),
     "cluster.object_store_gb": (0.1, None),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -263,4 +263,22 @@ class TrainRow:
     group_index: int = 0
     sequence_index: int = 0
     """Rows of one episode (main agent, sub-agents) share it."""
-    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, group_index: int = 0, sequence_index: int = 0) -> TrainRow:
+        """The row of one trajectory, with advantages of 0.
+
+        Raises:
+            InvalidTrajectoryError: its lists do not line up.
+        """
+        trajectory.check()
+        return cls(
+            token_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
+            generated=np.asarray(trajectory.generated, dtype=np.bool_),
+            advantages=np.zeros(len(trajectory), dtype=np.float32),
+            behaviour_logprobs=np.asarray(trajectory.logprobs, dtype=np.float32),
+            versions=np.asarray(trajectory.versions, dtype=np.int32),
+            frames=trajectory.frames,
+            group_index=group_index,
+            sequence_index=sequence_index,
+        )

@@ -21,17 +21,23 @@ def make_tokenizer(texts: list[str]) -> object:
 
     raw = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(QWEN_PATTERN), behavior="isolated")
-    raw.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     raw.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     raw.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
-    tokenizer = Qwen2TokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token=None)
+    tokenizer = Qwen2TokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token=None
+    )
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in CONTROL + PADS], special_tokens=True)
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
     return tokenizer
 
 
-def make_tiny_checkpoint(path: Path, hidden: int = 64, layers: int = 2, seed: int = 0, vocab: int | None = None) -> Path:
+def make_tiny_checkpoint(
+    path: Path, hidden: int = 64, layers: int = 2, seed: int = 0, vocab: int | None = None, tied: bool = False
+) -> Path:
     """Write a random checkpoint with tokenizer and processor; frames of 32x32 are one visual token."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
     from transformers import Qwen3VLVideoProcessor
@@ -54,7 +60,7 @@ def make_tiny_checkpoint(path: Path, hidden: int = 64, layers: int = 2, seed: in
                 "mrope_section": [6, 5, 5],
                 "mrope_interleaved": True,
             },
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": tied,
             "eos_token_id": ids["<|im_end|>"],
             "pad_token_id": ids["<|endoftext|>"],
         },
@@ -74,7 +80,7 @@ def make_tiny_checkpoint(path: Path, hidden: int = 64, layers: int = 2, seed: in
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(seed)
     model = Qwen3VLForConditionalGeneration(config)

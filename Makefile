@@ -1,0 +1,47 @@
+# Every target sets up what it needs; `make debug` and `make test` work on a fresh machine.
+.DEFAULT_GOAL := help
+.PHONY: help setup debug test lint bench paradox tiny-model mlflow up down submit
+
+CONFIG ?= configs/debug.yaml
+ARGS ?=
+BENCHES ?= $(notdir $(basename $(filter-out %/__init__.py,$(wildcard paravt_ray/bench/[a-z]*.py))))
+PARAVT := .venv/bin/paravt
+SYNTH := outputs/synth/sft_valid.parquet # written last
+
+help:
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: ## the Python environment in .venv (3 to 10 minutes once, then at once)
+	@cluster/setup.sh
+
+debug: setup $(SYNTH) ## the whole loop on this machine, with a tiny model
+	$(PARAVT) train configs/debug.yaml $(ARGS)
+
+$(SYNTH): | setup
+	$(PARAVT) data synth outputs/synth
+
+test: setup ## all tests
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: setup ## style and types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench: setup ## all benchmarks, one after the other (BENCHES="crop learner" for some)
+	@set -e; for name in $(BENCHES); do echo "== $$name"; $(PARAVT) bench $$name; done
+
+paradox: setup $(SYNTH) ## four training curves that show the tool prior paradox
+	$(PARAVT) paradox $(CONFIG) $(ARGS)
+
+mlflow: setup ## the curves of all runs, in a browser on this machine
+	@cluster/mlflow.sh $(ARGS)
+
+up: setup ## a Ray cluster on this machine, with its dashboard
+	@cluster/up.sh
+
+down: ## end the cluster that `make up` started, and nothing else
+	@cluster/down.sh
+
+submit: setup ## a training job on a running cluster: CONFIG=... ARGS="key=value ..." [ADDRESS=http://head:8265]
+	@ADDRESS="$(ADDRESS)" cluster/submit.sh $(CONFIG) $(ARGS)

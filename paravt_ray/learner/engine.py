@@ -1,0 +1,224 @@
+"""Setting up torch.distributed and a DeepSpeed engine around the policy, the same way on CPU and on GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paravt_ray.config import Config, ConfigError
+from paravt_ray.learner.batching import MicroBatch
+from paravt_ray.learner.policy import Policy
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's state of each parameter, beside its step count."""
+
+
+def init_distributed(rank: int, ranks: int, rendezvous: str, timeout_s: float) -> torch.device:
+    """Join the process group and choose this rank's device. Call it before anything else of DeepSpeed.
+
+    Args:
+        rank: of `ranks`.
+        ranks: processes that train together.
+        rendezvous: such as `tcp://10.0.0.1:29500`, the same on every rank.
+        timeout_s: how long a collective may wait for the other ranks.
+    """
+    cuda = torch.cuda.is_available()
+    os.environ["DS_ACCELERATOR"] = "cuda" if cuda else "cpu"  # DeepSpeed's own switch; it guesses and warns otherwise
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)  # Ray shows an actor its own GPU only
+    os.environ["LOCAL_RANK"] = "0"
+    torch.distributed.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    # DeepSpeed would compile a shared-memory collective for CPUs here: minutes on first use, and a compiler needed.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", dist_init_required=False)
+    return device
+
+
+def deepspeed_config(config: Config) -> dict[str, Any]:
+    """DeepSpeed's configuration. Gradient accumulation is ours: `backward` adds up, `step` reduces and applies.
+
+    Raises:
+        ConfigError: for bfloat16 without ZeRO, where DeepSpeed would add up gradients in bfloat16.
+    """
+    learner, bf16 = config.learner, config.model.dtype == "bfloat16"
+    if bf16 and learner.zero_stage == 0:
+        raise ConfigError(
+            "learner.zero_stage=0 with model.dtype=bfloat16 would add up gradients in bfloat16: "
+            "set learner.zero_stage to 1, 2 or 3, which keep them in float32."
+        )
+    if learner.offload_optimizer and learner.zero_stage == 0:
+        raise ConfigError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3.")
+    zero: dict[str, Any] = {"stage": learner.zero_stage, "overlap_comm": False}
+    if learner.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        # Without ZeRO DeepSpeed does not report the norm that it clips by: `Engine` clips there itself.
+        "gradient_clipping": learner.grad_clip if learner.zero_stage else 0.0,
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def frozen(policy: Policy, config: Config) -> Any:
+    """A policy for inference only, called as the trained one is; under ZeRO-3 it is spread over the ranks too."""
+    import deepspeed
+
+    policy.requires_grad_(False)
+    if config.learner.zero_stage == 3:
+        policy = deepspeed.initialize(model=policy, config=deepspeed_config(config))[0]
+    return policy.to("cuda") if torch.cuda.is_available() else policy
+
+
+class Engine:
+    """A policy under DeepSpeed: forward, backward, step, and its full tensors whatever the ZeRO stage."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        """Wrap for training with torch's AdamW (DeepSpeed's own optimizers compile code on first use)."""
+        import deepspeed
+
+        learner = config.learner
+        self.zero_stage = learner.zero_stage
+        self._limit = learner.grad_clip or float("inf")
+        self._norm = 0.0
+        self._optimizer = torch.optim.AdamW(
+            policy.model.parameters(),
+            lr=learner.lr,
+            betas=(learner.beta1, learner.beta2),
+            weight_decay=learner.weight_decay,
+            fused=True,
+        )
+        if self.zero_stage == 0:
+            self._optimizer.register_step_pre_hook(self._clip)
+        self._engine, *_ = deepspeed.initialize(
+            model=policy, optimizer=self._optimizer, config=deepspeed_config(config)
+        )
+        self._engine.train()
+        self._model = policy.model
+
+    def __call__(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """The policy's forward: log-probs [N] and entropies [N]."""
+        output: tuple[Tensor, Tensor] = self._engine(batch, temperature)
+        return output
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this rank's share of the loss; shares are summed over ranks and calls."""
+        self._engine.backward(loss * torch.distributed.get_world_size())  # DeepSpeed averages over ranks
+
+    def step(self, lr: float) -> float:
+        """Apply the gradients; returns their global norm before clipping."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        return self._norm if self.zero_stage == 0 else float(self._engine.get_global_grad_norm())
+
+    def _clip(self, *_: Any) -> None:
+        # Gradients are already reduced here. With ZeRO, DeepSpeed clips and reports the norm; without, only we do.
+        self._norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._limit))
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Checkpoint name, full weight) one after the other; under ZeRO-3 every rank must walk through all of them.
+
+        A tensor is valid only until the next one is asked for.
+        """
+        import deepspeed
+
+        for name, parameter in self._model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
+                yield name, parameter.data
+
+    def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(State, full float32 tensor) such as `exp_avg.lm_head.weight`; every rank must walk through all of them.
+
+        Only once a step was made. With bfloat16 weights the float32 ones come along as `master.*`.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        for name, parameter in self._model.named_parameters():
+            for key in MOMENTS:
+                full = safe_get_full_optimizer_state(parameter, key) if self.zero_stage else self._state(parameter)[key]
+                yield f"{key}.{name}", full
+            if parameter.dtype != torch.float32:
+                yield f"master.{name}", safe_get_full_fp32_param(parameter)
+
+    def load_optimizer(self, tensors: Iterable[tuple[str, Tensor]], steps: int, blank: MicroBatch) -> None:
+        """Restore what `optimizer_tensors` gave, after `steps` optimizer steps, on any number of ranks.
+
+        Args:
+            tensors: the same names and full tensors.
+            steps: optimizer steps done.
+            blank: a micro-batch without rows.
+        """
+        # DeepSpeed creates its states in the first step: make one that changes nothing.
+        logprobs, _ = self(blank, 1.0)
+        self.backward(logprobs.sum())
+        self.step(lr=0.0)
+        parameters = dict(self._model.named_parameters())
+        expected = {f"{key}.{name}" for name in parameters for key in MOMENTS}
+        for key_and_name, value in tensors:
+            key, _, name = key_and_name.partition(".")
+            expected.discard(key_and_name)
+            self._restore(parameters[name], key, value.to(self._engine.device))
+        if expected:
+            raise KeyError(f"The optimizer state lacks {len(expected)} tensors, such as {sorted(expected)[0]}.")
+        for state in self._optimizer.state.values():
+            state["step"].fill_(steps)
+
+    def close(self) -> None:
+        """End DeepSpeed's engine and leave the process group."""
+        import deepspeed
+
+        self._engine.destroy()
+        deepspeed.comm.destroy_process_group()
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._optimizer.state[parameter]
+        return state
+
+    def _restore(self, parameter: Any, key: str, value: Tensor) -> None:
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        if self.zero_stage == 0:
+            self._state(parameter)[key].copy_(value)
+        elif self.zero_stage < 3:
+            if key == "master":
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                safe_set_full_optimizer_state(parameter, value, key)
+        else:
+            # This rank's part; the last rank's is padded, which DeepSpeed's own setter of full tensors overlooks.
+            size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank()
+            part = torch.nn.functional.pad(
+                value.flatten(), (0, size * torch.distributed.get_world_size() - value.numel())
+            )
+            part = part[rank * size : (rank + 1) * size]
+            if key == "master":
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, key)

@@ -1,0 +1,150 @@
+"""Serving the calls of one episode: crops and sub-agents at the same time, replies in call order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from paravt_ray.chat import Chat, Reply, error_reply, frames_reply, subagent_messages, summary_reply
+from paravt_ray.config import RolloutConfig
+from paravt_ray.episode import CallRecord, CallStatus, Frame, InvalidTrajectoryError, ToolCall, Trajectory
+from paravt_ray.rollout.engine import EngineError
+from paravt_ray.rollout.frames import BadCallError, GroupFrames, Window
+from paravt_ray.rollout.gating import stable_hash
+from paravt_ray.rollout.sampler import ContextFullError, Sampler
+from tool_workers.records import ErrorKind, ToolError
+
+logger = logging.getLogger(__name__)
+
+# What the model is told. Details, which name files of this machine, go to the log.
+TOO_MANY_IN_TURN = "Only so many calls are served in one turn."
+TOO_MANY_IN_EPISODE = "No more calls are served."
+TOO_SLOW = "The crop took longer than allowed."
+NOT_READABLE = "This part of the video cannot be read."
+NO_SUMMARY = "This part of the video could not be described."
+
+
+@dataclass
+class Answer:
+    """A call's record and what the model is shown for it."""
+
+    record: CallRecord
+    reply: Reply
+
+
+@dataclass
+class CallServer:
+    """Serves one episode's calls and remembers which windows it has seen."""
+
+    chat: Chat
+    sampler: Sampler
+    frames: GroupFrames
+    rollout: RolloutConfig
+    question: str
+    seed_parts: tuple[str | int, ...]
+    """What distinguishes this episode's draws from all others'."""
+    counted: int = 0
+    """Calls of the episode that could be parsed, up to now."""
+    known: dict[Window, Answer] = field(default_factory=dict)
+    """Windows that were served."""
+
+    async def serve(self, calls: Sequence[ToolCall], turn: int) -> list[Answer]:
+        """Answer all calls of one turn, in their order; it takes as long as the slowest of them."""
+        admitted = self._admit(calls)
+        running: dict[Window, asyncio.Task[Answer]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            for position, (call, outcome) in enumerate(zip(calls, admitted, strict=True)):
+                if isinstance(outcome, _Request) and outcome.window not in self.known | running:
+                    seed = stable_hash(*self.seed_parts, turn, position + 1)
+                    running[outcome.window] = tasks.create_task(self._run(call, outcome, seed))
+        fresh = {window: task.result() for window, task in running.items()}
+        answers = [
+            outcome if isinstance(outcome, Answer) else _settle(call, (self.known | fresh)[outcome.window])
+            for call, outcome in zip(calls, admitted, strict=True)
+        ]
+        # A window that failed may be asked for again in a later turn.
+        self.known |= {w: answer for w, answer in fresh.items() if answer.record.status is CallStatus.SERVED}
+        return answers
+
+    def _admit(self, calls: Sequence[ToolCall]) -> list[Answer | _Request]:
+        """Decide for each call whether it is run; those that are not are answered at once.
+
+        Calls that cannot be run do not count towards the caps: a bad one never costs a good one.
+        """
+        in_turn = 0
+        cap = 1 if self.rollout.dispatch == "sequential" else self.rollout.max_calls_per_turn
+        outcomes: list[Answer | _Request] = []
+        for call in calls:
+            try:
+                if not call.ok:
+                    raise BadCallError(call.error or "The call cannot be run.")
+                window, note = self.frames.resolve(call)
+            except BadCallError as error:
+                outcomes.append(_refusal(call, CallStatus.INVALID, str(error)))
+                continue
+            if in_turn >= cap:
+                outcomes.append(_refusal(call, CallStatus.OVER_CAP, TOO_MANY_IN_TURN))
+            elif self.counted >= self.rollout.max_calls_per_episode:
+                outcomes.append(_refusal(call, CallStatus.OVER_CAP, TOO_MANY_IN_EPISODE))
+            else:
+                in_turn += 1
+                self.counted += 1
+                outcomes.append(_Request(window, note))
+        return outcomes
+
+    async def _run(self, call: ToolCall, request: _Request, seed: int) -> Answer:
+        """Crop one window and have it described."""
+        started = time.monotonic()
+        window = request.window
+        record = CallRecord(call, CallStatus.FAILED, "", video=window.video, window=window.span)
+        reply = Reply(error_reply(NO_SUMMARY))
+        try:
+            frames, tool_note = await self.frames.crop(window)
+            record.timestamps = tuple(frame.time_s for frame in frames)
+            note = "; ".join(filter(None, (request.note, tool_note)))
+            if self.rollout.reply == "frames":
+                reply = Reply(frames_reply(window.span, note), tuple(frames))
+                record.status = CallStatus.SERVED
+            else:
+                record.subagent, summary = await self._summarise(window, frames, seed)
+                if summary:
+                    reply = Reply(summary_reply(window.span, summary, note))
+                    record.status = CallStatus.SERVED
+        except ToolError as error:
+            logger.warning("A crop of %s from %g to %g s failed: %s", *window, error)
+            reply = Reply(error_reply(TOO_SLOW if error.kind is ErrorKind.TIMEOUT else NOT_READABLE))
+        except (EngineError, InvalidTrajectoryError, ContextFullError) as error:
+            logger.warning("A sub-agent on %s from %g to %g s failed: %s", *window, error)
+        record.reply = reply.text
+        record.latency_s = time.monotonic() - started
+        return Answer(record, reply)
+
+    async def _summarise(self, window: Window, frames: Sequence[Frame], seed: int) -> tuple[Trajectory, str]:
+        """A sub-agent's own trajectory and its summary, which may be empty."""
+        trajectory = Trajectory()
+        prompt = self.chat.prompt(subagent_messages(self.question, window.span, frames))
+        generation = await self.sampler.extend(trajectory, prompt, self.rollout.subagent_max_new_tokens, seed)
+        return trajectory, self.chat.plain_text(generation.token_ids)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A call that is run."""
+
+    window: Window
+    note: str
+
+
+def _refusal(call: ToolCall, status: CallStatus, message: str) -> Answer:
+    reply = Reply(error_reply(message))
+    return Answer(CallRecord(call, status, reply.text), reply)
+
+
+def _settle(call: ToolCall, first: Answer) -> Answer:
+    """The answer of a call whose window was run for `first`: its own, or a repetition for a duplicate."""
+    if first.record.call is call:
+        return first
+    return Answer(replace(first.record, call=call, status=CallStatus.DUPLICATE, latency_s=0.0), first.reply)

@@ -1,0 +1,281 @@
+"""The fleet: all generators of a run, seen from the driver. Groups in, groups out, each exactly once.
+
+The driver calls it as it calls anything else; behind that, one event loop in a thread of its own hands out work, keeps
+watch, and replaces generators that die, also while the driver is busy elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paravt_ray.config import Config
+from paravt_ray.episode import Group
+from paravt_ray.errors import UserError
+from paravt_ray.rollout.canary import CanaryRun
+from paravt_ray.rollout.generator import GeneratorInfo
+from paravt_ray.rollout.handle import GeneratorHandle, RayGenerator
+from paravt_ray.rollout.member import GRACE_S, SHUTDOWN_S, Job, Member
+from paravt_ray.rollout.spec import GroupSpec
+from paravt_ray.weights.push import Push
+
+if TYPE_CHECKING:
+    from tool_workers.pool import CropPool
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+ATTEMPTS = 3
+"""Times that a group is tried; it may be the group that kills its generators."""
+
+
+class FleetError(UserError):
+    """The generators cannot go on: they did not start, none is left, or none answers."""
+
+
+@dataclass(frozen=True)
+class MemberStatus:
+    """One generator, for people and metrics."""
+
+    index: int
+    state: str
+    restarts: int
+    episodes: int
+    """In flight."""
+    reason: str
+    """Why it is suspect, dead or retired."""
+
+
+class GeneratorFleet:
+    """Use as a context manager: entering starts all generators, without waiting; leaving ends them."""
+
+    def __init__(
+        self, config: Config, pool: CropPool, log_dir: Path, start: Callable[[int], GeneratorHandle] | None = None
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            config: the run's.
+            pool: the crop service.
+            log_dir: folder for the generators' logs.
+            start: makes the generator of a given index; Ray actors by default.
+        """
+        self._config = config
+        self._start = start or _on_ray(config, pool, log_dir)
+        self._results: queue.SimpleQueue[Group | FleetError] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="generator-fleet", daemon=True)
+        self._jobs: deque[Job] = deque()
+        self._members: list[Member] = []
+        self._lives: list[asyncio.Task[None]] = []
+        self._closing = False
+        self.push: Push | None = None
+        """The weights that generators serve with; None for those of the checkpoint."""
+
+    def __enter__(self) -> GeneratorFleet:
+        """Start all generators; `wait_started` and every call that needs them waits until they are ready."""
+        self._thread.start()
+        self._call(self._start_members(), GRACE_S)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End all generators and everything that they started."""
+        self._closing = True
+        try:
+            self._call(self._stop_members(), SHUTDOWN_S + GRACE_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(GRACE_S)
+
+    # ---- for the driver --------------------------------------------------------------------------------------------
+
+    def wait_started(self) -> list[GeneratorInfo]:
+        """Wait for all first starts.
+
+        Raises:
+            FleetError: one failed or took longer than `rollout.start_timeout_s`, or two hold the same GPU.
+        """
+        return self._call(self._all_started(), self._config.rollout.start_timeout_s + GRACE_S)
+
+    def rollout(self, specs: Sequence[GroupSpec]) -> list[Group]:
+        """Roll out prompts and return their groups in the same order.
+
+        Raises:
+            FleetError: no generator is left, or nothing comes back any more.
+        """
+        self.submit(specs)
+        groups = {group.group_id: group for group in self.collect(len(specs))}
+        return [groups[spec.group_id] for spec in specs]
+
+    def submit(self, specs: Iterable[GroupSpec]) -> None:
+        """Hand out prompts without waiting for their groups."""
+        self.wait_started()
+        self._loop.call_soon_threadsafe(self._take_on, [Job(spec) for spec in specs])
+
+    def collect(self, count: int) -> list[Group]:
+        """Wait for that many of the submitted groups, as they are finished.
+
+        Raises:
+            FleetError: no generator is left, or nothing comes back any more.
+        """
+        rollout = self._config.rollout
+        # The longest that a healthy fleet can be silent: a generator dies at its group's deadline, and its successor
+        # starts, loads the weights and takes as long again.
+        silence_s = 4 * rollout.episode_timeout_s + rollout.start_timeout_s + rollout.push_timeout_s + 4 * GRACE_S
+        groups: list[Group] = []
+        while len(groups) < count:
+            try:
+                result = self._results.get(timeout=silence_s)
+            except queue.Empty as error:
+                raise FleetError(f"No group came back for {silence_s:g} s. {self._summary()}") from error
+            if isinstance(result, FleetError):
+                raise result
+            groups.append(result)
+        return groups
+
+    def push_weights(self, push: Push) -> float:
+        """Have every generator load a version, and every one that is (re)started later before it takes work.
+
+        A generator that fails is replaced.
+
+        Returns:
+            Seconds that it took.
+
+        Raises:
+            FleetError: not one generator could load it; with the first one's reason.
+        """
+        self.wait_started()
+        started = time.perf_counter()
+        self._call(self._push(push), self._config.rollout.push_timeout_s + 2 * GRACE_S)
+        return time.perf_counter() - started
+
+    def canary(self) -> list[CanaryRun]:
+        """Let every generator that serves make the canary with the weights it holds.
+
+        Raises:
+            FleetError: none could.
+        """
+        self.wait_started()
+        return self._call(self._canary(), self._config.rollout.turn_timeout_s + 2 * GRACE_S)
+
+    def status(self) -> list[MemberStatus]:
+        """How the generators are."""
+        return [
+            MemberStatus(m.index, m.health.state, m.health.restarts, m.episodes, m.health.reason) for m in self._members
+        ]
+
+    # ---- for the members (see `Desk`), in the loop's thread ---------------------------------------------------------
+
+    def finished(self, job: Job, group: Group) -> None:
+        """Deliver a group."""
+        self._results.put(group)
+        self._hand_out()
+
+    def failed(self, job: Job, reason: str) -> None:
+        """Give a group to another generator, or give it up."""
+        job.failures.append(reason)
+        spec = job.spec
+        if len(job.failures) < ATTEMPTS:
+            logger.warning("Group %s is done again: %s", spec.group_id, reason)
+            self._jobs.appendleft(job)
+        else:
+            failures = [f"generator: {reason}"] * spec.group_size
+            self._results.put(Group(spec.group_id, spec.sample, spec.frame_budget, [], failures))
+        self._hand_out()
+
+    def changed(self) -> None:
+        """Go on handing out; report where that can never happen again."""
+        self._hand_out()
+        if all(life.done() or not member.health.alive for life, member in zip(self._lives, self._members, strict=True)):
+            self._results.put(FleetError(f"No generator is left. {self._summary()}"))
+
+    # ---- in the loop's thread --------------------------------------------------------------------------------------
+
+    def _take_on(self, jobs: list[Job]) -> None:
+        self._jobs.extend(jobs)
+        self.changed()
+
+    def _hand_out(self) -> None:
+        """Give waiting groups to the generators with the fewest episodes, as far as there is room."""
+        while self._jobs and not self._closing:
+            serving = [member for member in self._members if member.health.serving]
+            member = min(serving, key=lambda m: m.episodes, default=None)
+            size = self._jobs[0].spec.group_size
+            # A group that is larger than what may be in flight goes to a generator that has nothing else.
+            room = self._config.rollout.concurrency - size
+            if member is None or (member.episodes > 0 and member.episodes > room):
+                return
+            member.assign(self._jobs.popleft())
+
+    async def _start_members(self) -> None:
+        for index in range(self._config.rollout.generators):
+            self._members.append(Member(index, self._start, self, self._config))
+        self._lives = [self._loop.create_task(member.run()) for member in self._members]
+
+    async def _stop_members(self) -> None:
+        for life in self._lives:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+
+    async def _all_started(self) -> list[GeneratorInfo]:
+        try:
+            infos = await asyncio.gather(*(asyncio.shield(member.started) for member in self._members))
+        except RuntimeError as error:
+            raise FleetError(f"The generators could not be started. {error}") from error
+        owners: dict[tuple[str, str], int] = {}
+        for info in infos:
+            for gpu in info.gpus:
+                other = owners.setdefault((info.node_id, gpu), info.index)
+                if other != info.index:
+                    raise FleetError(
+                        f"Generators {other} and {info.index} both hold GPU {gpu} of {info.host}: something overrides "
+                        "CUDA_VISIBLE_DEVICES (is RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES set?)."
+                    )
+        return infos
+
+    async def _push(self, push: Push) -> None:
+        self.push = push
+        results = await asyncio.gather(*(member.load(push) for member in self._members), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors and True not in results:
+            raise FleetError(f"No generator could load version {push.version} of the weights. {errors[0]}")
+
+    async def _canary(self) -> list[CanaryRun]:
+        runs = await asyncio.gather(*(member.canary() for member in self._members))
+        found = [run for run in runs if run is not None]
+        if not found:
+            raise FleetError(f"No generator made the canary. {self._summary()}")
+        return found
+
+    def _summary(self) -> str:
+        return " ".join(
+            f"Generator {m.index} is {m.state} after {m.restarts} restarts{f' ({m.reason})' if m.reason else ''}."
+            for m in self.status()
+        )
+
+    def _call(self, work: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
+        """Run something in the loop's thread and wait for it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            future.cancel()
+            raise FleetError(f"The generators did not answer within {timeout_s:g} s. {self._summary()}") from error
+
+
+def _on_ray(config: Config, pool: CropPool, log_dir: Path) -> Callable[[int], GeneratorHandle]:
+    def start(index: int) -> GeneratorHandle:
+        import ray
+
+        gpu = ray.cluster_resources().get("GPU", 0.0) > 0
+        return RayGenerator(config, index, pool, log_dir, gpu)
+
+    return start

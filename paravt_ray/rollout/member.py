@@ -1,0 +1,258 @@
+"""One place in the fleet: the generator that fills it now, its work, its death and its successor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paravt_ray.config import Config
+from paravt_ray.episode import Group
+from paravt_ray.rollout.canary import CanaryRun
+from paravt_ray.rollout.generator import GeneratorInfo
+from paravt_ray.rollout.handle import GeneratorDiedError, GeneratorHandle
+from paravt_ray.rollout.health import Health
+from paravt_ray.rollout.spec import GroupSpec
+from paravt_ray.weights.push import Push, WeightError
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 10.0
+"""Seconds between two questions for a sign of life, and the deadline of one."""
+SUSPECT_S = 60.0
+"""Seconds without a sign of life after which a generator is replaced."""
+GRACE_S = 30.0
+"""Seconds that a generator has, beyond its own deadline, to say that it missed it."""
+SHUTDOWN_S = 15.0
+
+
+@dataclass(eq=False)
+class Job:
+    """A group to be rolled out, delivered exactly once however many generators die over it."""
+
+    spec: GroupSpec
+    failures: list[str] = field(default_factory=list)
+    """A reason for each attempt that failed."""
+
+
+class Desk(Protocol):
+    """Where members get the current weights and hand in their work."""
+
+    push: Push | None
+    """The current weights; None for those of the checkpoint."""
+
+    def finished(self, job: Job, group: Group) -> None:
+        """A group is done."""
+        ...
+
+    def failed(self, job: Job, reason: str) -> None:
+        """An attempt at a group came to nothing."""
+        ...
+
+    def changed(self) -> None:
+        """A member can take more work than before, or has retired."""
+        ...
+
+
+class Member:
+    """Keeps one generator running: starts it, gives it the current weights, watches it, replaces it when it dies."""
+
+    def __init__(self, index: int, start: Callable[[int], GeneratorHandle], desk: Desk, config: Config) -> None:
+        """`start` makes the generator of a given index."""
+        self.index, self._start, self._desk, self._config = index, start, desk, config
+        self.health = Health(config.rollout.max_restarts, SUSPECT_S, time.monotonic)
+        self.episodes = 0
+        """In flight."""
+        self.started: asyncio.Future[GeneratorInfo] = asyncio.get_running_loop().create_future()
+        """The first start: where the generator runs, or why it does not."""
+        self._handle: GeneratorHandle | None = None
+        self._death = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loading = asyncio.Lock()
+        self._pushed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Live until cancelled or retired."""
+        while True:
+            self._death.clear()
+            self._handle = self._start(self.index)
+            try:
+                await self._live(self._handle)
+            except asyncio.CancelledError:
+                await self._end(self._handle)
+                raise
+            except Exception as error:  # whatever ends a generator's life, it is replaced
+                self._die(_reason(error))
+            self._handle.kill()
+            await self._drop_work()
+            logger.warning("Generator %d died: %s", self.index, self.health.reason)
+            if not self.started.done():
+                self.started.set_exception(RuntimeError(self.health.reason))
+                self.health.retire()
+            elif self.health.restart():
+                continue
+            self._desk.changed()
+            return
+
+    def assign(self, job: Job) -> None:
+        """Take on a group."""
+        assert self._handle is not None
+        self.episodes += job.spec.group_size
+        task = asyncio.get_running_loop().create_task(self._roll_out(self._handle, job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def load(self, push: Push) -> bool:
+        """Load pushed weights, which the desk already shows; a failure costs the generator its life.
+
+        Returns:
+            False where it does not run now; it loads them before it serves again.
+
+        Raises:
+            WeightError: it could not load them.
+        """
+        self._pushed.set()
+        async with self._loading:
+            if self._handle is None or not self.health.loadable:
+                return False
+            try:
+                await self._load(self._handle, push)
+            except Exception as error:  # typed for the caller; the generator is replaced whatever it was
+                self._die(_reason(error))
+                raise WeightError(f"Generator {self.index}: {_reason(error)}") from error
+            return True
+
+    async def canary(self) -> CanaryRun | None:
+        """Let it generate the canary; None where it does not serve, or dies of it."""
+        if self._handle is None or not self.health.serving:
+            return None
+        try:
+            async with asyncio.timeout(self._config.rollout.turn_timeout_s + GRACE_S):
+                return await self._handle.canary()
+        except Exception as error:  # it is replaced, whatever it was
+            self._die(_reason(error))
+            return None
+
+    async def _live(self, handle: GeneratorHandle) -> None:
+        """Start, then serve until death."""
+        timeout_s = self._config.rollout.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                info = await handle.ready()
+        except TimeoutError as error:
+            raise GeneratorDiedError(
+                f"It was not ready within rollout.start_timeout_s={timeout_s:g} s: the cluster has no room for it, or "
+                "its engine hangs while it starts (see its log)."
+            ) from error
+        self.health.ready()
+        await self._catch_up(handle, info.version)
+        if not self.started.done():
+            self.started.set_result(info)
+        self._desk.changed()
+        watch = asyncio.get_running_loop().create_task(self._watch(handle))
+        try:
+            await self._death.wait()
+        finally:
+            watch.cancel()
+
+    async def _catch_up(self, handle: GeneratorHandle, version: int) -> None:
+        """Load the current weights, whichever those are by the time they are loaded."""
+        if self._desk.push is None:
+            self.health.loaded(version, version)
+        while not self.health.serving:
+            self._pushed.clear()
+            push = self._desk.push
+            assert push is not None
+            try:
+                async with self._loading:
+                    await self._load(handle, push)
+            except WeightError as error:
+                # The learner frees a version when it publishes the next one, which is pushed soon after.
+                logger.warning("Generator %d waits for the next push: %s", self.index, error)
+                if not await self._next_push():
+                    raise
+
+    async def _next_push(self) -> bool:
+        try:
+            async with asyncio.timeout(self._config.rollout.start_timeout_s):
+                return await self._pushed.wait()
+        except TimeoutError:
+            return False
+
+    async def _load(self, handle: GeneratorHandle, push: Push) -> None:
+        async with asyncio.timeout(self._config.rollout.push_timeout_s + GRACE_S):
+            version = await handle.update_weights(push)
+        current = self._desk.push
+        self.health.loaded(version, current.version if current else version)
+
+    async def _watch(self, handle: GeneratorHandle) -> None:
+        while not self._death.is_set():
+            await asyncio.sleep(HEARTBEAT_S)
+            if not self._loading.locked():  # an engine that loads weights cannot answer; loading has its own deadline
+                await self._ask(handle)
+
+    async def _ask(self, handle: GeneratorHandle) -> None:
+        try:
+            async with asyncio.timeout(2 * HEARTBEAT_S):
+                await handle.health(HEARTBEAT_S)
+        except TimeoutError:
+            self.health.missed(f"It gave no sign of life for {SUSPECT_S:g} s.")
+            if not self.health.alive:
+                self._death.set()
+        except Exception as error:  # it answered that it is broken, or is gone
+            self._die(_reason(error))
+        else:
+            self.health.answered()
+            self._desk.changed()
+
+    async def _roll_out(self, handle: GeneratorHandle, job: Job) -> None:
+        rollout = self._config.rollout
+        # Preparing a group and its episodes have this deadline each.
+        timeout_s = 2 * rollout.episode_timeout_s + GRACE_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                group = await handle.rollout_group(job.spec)
+            if group.failures:
+                await self._ask(handle)
+        except TimeoutError:
+            self._die(f"It did not return a group within {timeout_s:g} s.")
+            failure = self.health.reason
+        except GeneratorDiedError as error:
+            self._die(str(error))
+            failure = self.health.reason
+        except asyncio.CancelledError:
+            failure = self.health.reason
+        except Exception as error:  # the group's own fault, as far as can be seen
+            failure = _reason(error)
+        else:
+            failure = "" if self.health.alive else self.health.reason
+        self.episodes -= job.spec.group_size
+        if failure:
+            self._desk.failed(job, failure)
+        else:
+            self._desk.finished(job, group)
+
+    def _die(self, reason: str) -> None:
+        self.health.died(reason)
+        self._death.set()
+
+    async def _drop_work(self) -> None:
+        """Cancel what is in flight; each task hands its group back."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _end(self, handle: GeneratorHandle) -> None:
+        await self._drop_work()
+        with contextlib.suppress(Exception):  # it may be dead, hang or not have started: it is killed next
+            async with asyncio.timeout(SHUTDOWN_S):
+                await handle.shutdown()
+        handle.kill()
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,274 @@
+"""MLflow beside a run: a process of its own copies `metrics.jsonl` to the tracking server, so that nothing waits.
+
+The file is the queue. It is complete whether the server answers or not, so an outage loses nothing: the process tries
+again, at ever longer intervals, and sends what the server lacks. A run that is resumed goes on in the same MLflow run;
+what the server already has of a step is never sent twice. After a long outage the rest can be sent by hand:
+
+    echo FINISHED | python -m paravt_ray.tracking.mlflow_log RUN_DIR URI EXPERIMENT
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from paravt_ray.config import Config, config_items, load_config
+from paravt_ray.tracking.run_dir import METRICS_FILE, RunDir, replace_file
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+STATE_FILE = "mlflow.json"
+SQLITE = "sqlite:///"
+DROPPED = "tracking/dropped"
+"""Metric that every step has: how many of its values were NaN or infinite and were left out."""
+
+POLL_S = 1.0
+LONGEST_RETRY_S = 60.0
+LAST_TRIES_S = 20.0
+"""How long the rest is tried to be sent once the run has ended."""
+PARAMS_PER_REQUEST = 100  # MLflow's own limit
+LONGEST_VALUE = 5000
+
+log = logging.getLogger("paravt.mlflow")
+
+
+def tracking_uri(config: Config) -> str:
+    """The configured tracking server, or the SQLite file beside the run directory."""
+    return config.tracking.uri or f"{SQLITE}{Path(config.trainer.run_dir).absolute().parent / 'mlflow.db'}"
+
+
+class MlflowLogger:
+    """The run's side: starts the process, and ends it with the run."""
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        """Start copying; returns at once."""
+        self._run = run
+        self._arguments = [str(run.path), tracking_uri(config), config.tracking.experiment]
+        self._restarts = 3
+        self._process = self._start()
+
+    def problem(self) -> str:
+        """Why MLflow lags behind, in a sentence; empty while all is well. Starts the process again if it has died."""
+        if self._process.poll() is not None and self._restarts > 0:
+            self._restarts -= 1
+            self._process = self._start()
+        return str(_read_state(self._run.path).get("error", ""))
+
+    def __enter__(self) -> MlflowLogger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        self.close("FINISHED" if error is None else "KILLED" if stopped else "FAILED")
+
+    def close(self, status: str) -> None:
+        """End the MLflow run as `FINISHED`, `FAILED` or `KILLED`; waits until the rest is sent, for a bounded time."""
+        assert self._process.stdin is not None
+        try:
+            self._process.communicate(status.encode(), timeout=LAST_TRIES_S + 10.0)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        quiet = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "OMP_NUM_THREADS": "1"}
+        with (self._run.logs / "mlflow.log").open("ab") as output:
+            # In a session of its own: Ctrl-C reaches the run, which then ends this process in good order.
+            return subprocess.Popen(
+                [sys.executable, "-m", __name__, *self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **quiet, "MLFLOW_DISABLE_TELEMETRY": "true"},
+            )
+
+
+class Follower:
+    """The process's side: brings one MLflow run up to what stands in the run directory."""
+
+    def __init__(self, run_dir: Path, uri: str, experiment: str) -> None:
+        """Nothing is sent yet and no server is needed."""
+        self._dir = run_dir
+        self._uri = uri
+        self._experiment = experiment
+        self._client: MlflowClient | None = None
+        self._run_id = ""
+        self._sent = -1
+        """Highest step that the server has."""
+        self._read_bytes = 0
+
+    def sync(self) -> None:
+        """Send what the server lacks. Raises whatever MLflow raises where it does not answer."""
+        if self._client is None:
+            self._client = self._connect()
+        for line in self._unread():
+            metrics = json.loads(line)
+            if metrics["step"] > self._sent:
+                self._send(self._client, metrics)
+                self._sent = metrics["step"]
+            self._read_bytes += len(line)
+
+    def finish(self, status: str) -> None:
+        """Set the MLflow run's final status."""
+        if self._client is not None:
+            self._client.set_terminated(self._run_id, status)
+
+    def state(self, error: str) -> dict[str, Any]:
+        """What others may want to know: the MLflow run and how far it is."""
+        return {"uri": self._uri, "run_id": self._run_id, "sent_step": self._sent, "error": error}
+
+    def _unread(self) -> list[bytes]:
+        """Whole lines of the file that have not been dealt with; it only grows while a run has its directory."""
+        file = self._dir / METRICS_FILE
+        if not file.exists():
+            return []
+        with file.open("rb") as stream:
+            stream.seek(self._read_bytes)
+            return [line for line in stream if line.endswith(b"\n")]
+
+    def _connect(self) -> MlflowClient:
+        from mlflow import MlflowClient
+
+        if self._uri.startswith(SQLITE):
+            make_database(Path(self._uri.removeprefix(SQLITE)))
+        client = MlflowClient(tracking_uri=self._uri)
+        items = {key: _text(value) for key, value in config_items(load_config(self._dir / "config.yaml")).items()}
+        run_id = str(_read_state(self._dir).get("run_id", ""))
+        if run_id and self._resume(client, run_id, items):
+            return client
+        run = client.create_run(self._experiment_id(client), run_name=self._dir.name, tags={"run_dir": str(self._dir)})
+        self._run_id, self._sent = run.info.run_id, -1
+        _write_state(self._dir, self.state(""))
+        self._log_params(client, items)
+        return client
+
+    def _experiment_id(self, client: MlflowClient) -> str:
+        found = client.get_experiment_by_name(self._experiment)
+        if found is not None:
+            return str(found.experiment_id)
+        # Without a server artifacts would land in the current folder, wherever the run was started from.
+        beside = Path(self._uri.removeprefix(SQLITE)).parent / "mlflow_artifacts"
+        location = beside.as_uri() if self._uri.startswith(SQLITE) else None
+        return str(client.create_experiment(self._experiment, artifact_location=location))
+
+    def _resume(self, client: MlflowClient, run_id: str, items: dict[str, str]) -> bool:
+        """Go on in an earlier MLflow run; False where the server no longer has it."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            log.warning("The MLflow run %s is gone; everything is sent to a new one.", run_id)
+            return False
+        client.update_run(run_id, status="RUNNING")
+        self._run_id = run_id
+        self._sent = max((point.step for point in client.get_metric_history(run_id, DROPPED)), default=-1)
+        logged = run.data.params
+        self._log_params(client, {key: value for key, value in items.items() if key not in logged})
+        for key, value in items.items():
+            # A parameter cannot be changed in MLflow; a second value is refused.
+            if key in logged and logged[key] != value and key != "trainer.resume":
+                client.set_tag(run_id, f"changed.{key}", f"{logged[key]} -> {value}")
+        return True
+
+    def _log_params(self, client: MlflowClient, items: dict[str, str]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(key, value) for key, value in items.items()]
+        for start in range(0, len(params), PARAMS_PER_REQUEST):
+            client.log_batch(self._run_id, params=params[start : start + PARAMS_PER_REQUEST])
+
+    def _send(self, client: MlflowClient, line: dict[str, Any]) -> None:
+        from mlflow.entities import Metric
+
+        step, milliseconds = int(line["step"]), int(line["time"] * 1000)
+        values = {key: value for key, value in line.items() if key not in ("step", "time", DROPPED)}
+        points = [Metric(key, value, milliseconds, step) for key, value in values.items()]
+        # Last, since it says that the step is complete.
+        points.append(Metric(DROPPED, line.get(DROPPED, 0.0), milliseconds, step))
+        client.log_batch(self._run_id, metrics=points)
+        if line.get(DROPPED):
+            client.set_tag(self._run_id, "alarm", f"step {step}: {line[DROPPED]:g} metrics were NaN or infinite")
+
+
+def make_database(file: Path) -> None:
+    """Make an empty MLflow database where there is none, whole or not at all.
+
+    MLflow creates some 40 tables one by one. Where two runs start at once, or one is killed meanwhile, it leaves a
+    database that it can never open again.
+    """
+    from mlflow import MlflowClient
+
+    with file.with_name(f"{file.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if file.exists():
+            return
+        new = file.with_name(f"{file.name}.new")
+        new.unlink(missing_ok=True)
+        MlflowClient(tracking_uri=f"{SQLITE}{new}").search_experiments(max_results=1)
+        new.replace(file)
+
+
+def follow(follower: Follower, run_dir: Path) -> int:
+    """Copy until standard input says how the run ended, or closes because the run is gone."""
+    status, error, delay = "", "", POLL_S
+    give_up = 0.0
+    while True:
+        try:
+            follower.sync()
+            if status:
+                follower.finish(status)
+            error, delay = "", POLL_S
+        except Exception as problem:  # MLflow passes on what its server, database and HTTP library raise
+            error = f"MLflow does not answer ({str(problem).splitlines()[0][:200]}); the rest is sent when it does."
+            delay = min(2.0 * delay, LONGEST_RETRY_S)
+            log.warning("%s", error)
+        _write_state(run_dir, follower.state(error))
+        if status and (not error or time.monotonic() > give_up):
+            return 1 if error else 0
+        if status:
+            time.sleep(POLL_S)
+        elif select.select([sys.stdin], [], [], delay)[0]:
+            status = sys.stdin.readline().strip() or "KILLED"
+            give_up = time.monotonic() + LAST_TRIES_S
+
+
+def _text(value: Any) -> str:
+    return str(value)[:LONGEST_VALUE]
+
+
+def _read_state(run_dir: Path) -> dict[str, Any]:
+    file = run_dir / STATE_FILE
+    state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return state
+
+
+def _write_state(run_dir: Path, state: dict[str, Any]) -> None:
+    replace_file(run_dir / STATE_FILE, json.dumps(state))
+
+
+def main() -> int:
+    """Run the process: `RUN_DIR URI EXPERIMENT`."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stdout)
+    run_dir, uri, experiment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    os.nice(5)
+    return follow(Follower(run_dir, uri, experiment), run_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

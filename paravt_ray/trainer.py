@@ -1,0 +1,245 @@
+"""The main loop: prompts, rollouts, rewards, advantages, update, push; and what stands around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from paravt_ray.chat import Chat
+from paravt_ray.cluster import connected
+from paravt_ray.config import Config, model_directory
+from paravt_ray.data.reader import SampleStream, read_samples
+from paravt_ray.doctor import check_resources
+from paravt_ray.episode import Group, Sample
+from paravt_ray.errors import InputError, UserError
+from paravt_ray.evaluation.heldout import held_out_specs, report
+from paravt_ray.learner.actor import LearnerGroup
+from paravt_ray.learner.checkpoint import latest_complete, read_state
+from paravt_ray.learner.rows import build_rows, set_advantages
+from paravt_ray.rewards.actor import RewardPool
+from paravt_ray.rollout.canary import canary_row, check_canary
+from paravt_ray.rollout.fleet import GeneratorFleet
+from paravt_ray.rollout.gating import draw_frame_budget
+from paravt_ray.rollout.spec import GroupSpec
+from paravt_ray.tracking.logs import log_to_file
+from paravt_ray.tracking.metrics import step_metrics
+from paravt_ray.tracking.mlflow_log import MlflowLogger
+from paravt_ray.tracking.progress import Progress
+from paravt_ray.tracking.run_dir import RunDir, read_metrics
+from paravt_ray.tracking.tracker import Tracker
+from tool_workers import CropPool
+
+
+class TrainingError(UserError):
+    """The run cannot go on; the message says why and what is kept."""
+
+
+def train(config: Config) -> int:
+    """Train as configured and return the exit code.
+
+    Raises:
+        UserError: with the cause and the way out.
+    """
+    if not config.data.train:
+        raise InputError("data.train is empty: name a parquet file with questions (`paravt data synth` makes one).")
+    data = config.data
+    samples, found = read_samples(data.train, data.video_root, data.max_unusable)
+    held_out = read_samples(data.valid, data.video_root, data.max_unusable)[0] if data.valid else []
+    model = model_directory(config)
+    with ExitStack() as stack:
+        run = stack.enter_context(RunDir(config))
+        log_to_file(run.logs)
+        progress = stack.enter_context(Progress(config.trainer.steps))
+        progress.say(f"Run directory: {run.path}\n{found.sentence()}")
+        stack.enter_context(connected(config, run.logs))
+        progress.say(check_resources(config))
+        trainer = stack.enter_context(Trainer(config, model, samples, run, progress))
+        trainer.run(held_out[: config.trainer.eval_samples or None])
+    return 0
+
+
+class Trainer:
+    """Owns the actors of a run. Use it as a context manager: leaving it ends them all, however it is left."""
+
+    def __init__(self, config: Config, model: Path, samples: Sequence[Sample], run: RunDir, progress: Progress) -> None:
+        """Nothing is started yet.
+
+        Args:
+            config: the run's.
+            model: checkpoint directory that training starts from, and the reference policy.
+            samples: to train on.
+            run: where results go.
+            progress: where people look.
+        """
+        self.config, self.model, self.run_dir, self.progress = config, model, run, progress
+        self.stream = SampleStream(samples, config.trainer.seed)
+        self.chat = Chat.from_pretrained(model)
+        self.version = 0
+        """Steps done, and the version of the weights that the learner holds after them."""
+        self.seconds: dict[str, float] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Trainer:
+        """Start all actors, the slow ones at the same time; on resume, from the newest complete checkpoint."""
+        with ExitStack() as stack:
+            checkpoint = latest_complete(self.run_dir.checkpoints)
+            if checkpoint is not None:
+                state = read_state(checkpoint)
+                self.stream.restore(state["stream"])
+                self.version = int(state["step"])
+            self.run_dir.rewind(self.version)
+            mlflow = MlflowLogger(self.run_dir, self.config)
+            stack.push(lambda kind, *_: mlflow.close(_mlflow_status(kind)))
+            self.tracker = Tracker(self.run_dir, self.progress, mlflow)
+            self.progress.stage("starting the engines and the learner", "30 to 60 s")
+            tools = self.config.tools
+            self.pool = CropPool(
+                workers=tools.workers,
+                timeout_s=tools.crop_timeout_s,
+                cache_mb=tools.cache_mb,
+                queue_limit=tools.queue_limit,
+                patch_factor=self.chat.patch_factor,
+                min_pixels=self.config.model.min_pixels,
+            )
+            stack.callback(self.pool.close)
+            self.fleet = stack.enter_context(GeneratorFleet(self.config, self.pool, self.run_dir.logs))
+            self.learner = stack.enter_context(LearnerGroup(self.config, self.model, resume=checkpoint))
+            self.rewards = RewardPool(self.config)
+            stack.callback(self.rewards.close)
+            self.push()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def run(self, held_out: Sequence[Sample]) -> None:
+        """Evaluate, do all steps, evaluate again."""
+        if self.version == 0:
+            self.tracker.log_start(self.evaluate(held_out))
+        last = self.config.trainer.steps
+        for step in range(self.version + 1, last + 1):
+            due = step == last or (self.config.trainer.eval_every and step % self.config.trainer.eval_every == 0)
+            self.step(step, held_out if due else [])
+        self.progress.closing(read_metrics(self.run_dir.metrics_file), self.run_dir.path)
+
+    def step(self, step: int, held_out: Sequence[Sample]) -> None:
+        """Every stage of one step, once, in order; evaluated on `held_out` afterwards."""
+        started = time.perf_counter()
+        self.seconds.clear()
+
+        # 1. The next prompts, each with its overview budget K, go to the generators; whole groups come back.
+        with self.stage("rollout"):
+            groups = self.fleet.rollout(self.prompts(step))
+
+        # 2. Every episode is scored from its execution records; groups that lost too many are left out.
+        with self.stage("reward"):
+            self.rewards.score_groups(groups)
+            complete = self.complete(groups)
+
+        # 3. Rewards become advantages, per group and per token; the learner takes its optimizer steps.
+        with self.stage("train"):
+            rows = build_rows(complete, self.config)
+            if self.config.algorithm.kl_coefficient > 0 and self.config.algorithm.kl_placement == "reward":
+                self.learner.add_reference_logprobs(rows)
+            set_advantages(rows, complete, self.chat, self.config)
+            metrics = self.learner.update(rows)
+
+        # 4. The new weights go to every generator, and a canary proves that they arrived.
+        with self.stage("sync"):
+            self.version = step
+            metrics |= self.push()
+
+        # 5. What happened is written down; now and then, everything needed to go on from here.
+        metrics |= step_metrics(groups, self.seconds["rollout"], step - 1)
+        metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        metrics["time/step"] = time.perf_counter() - started
+        metrics |= self.evaluate(held_out)
+        self.tracker.log_step(step, metrics, groups)
+        every = self.config.trainer.save_every
+        if step == self.config.trainer.steps or (every and step % every == 0):
+            self.save(step)
+
+    def prompts(self, step: int) -> list[GroupSpec]:
+        """What the generators are asked for in one step."""
+        rollout, seed = self.config.rollout, self.config.trainer.seed
+        return [
+            GroupSpec(
+                group_id=f"{step}/{number}",
+                sample=sample,
+                frame_budget=draw_frame_budget(seed, sample.sample_id, epoch, rollout.frame_budgets)
+                if rollout.gating
+                else rollout.overview_frames,
+                group_size=rollout.group_size,
+                temperature=rollout.temperature,
+                seed=seed,
+                epoch=epoch,
+            )
+            for number, (sample, epoch) in enumerate(self.stream.take(rollout.prompts_per_step))
+        ]
+
+    def complete(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups that can be learned from.
+
+        Raises:
+            TrainingError: there is none.
+        """
+        smallest = self.config.rollout.min_group_size
+        complete = [group for group in groups if len(group.episodes) >= smallest]
+        if not complete:
+            reasons = sorted({failure for group in groups for failure in group.failures})
+            raise TrainingError(
+                f"No group of step {self.version + 1} has {smallest} finished episodes. "
+                f"Reasons: {'; '.join(reasons[:3]) or 'none given'}. Logs are in {self.run_dir.logs}."
+            )
+        return complete
+
+    def push(self) -> dict[str, float]:
+        """Send the learner's weights to all generators and have each prove that it holds them.
+
+        Raises:
+            CanaryError: a generator answers as if it held others.
+        """
+        started = time.perf_counter()
+        push = self.learner.publish(self.version)
+        self.fleet.push_weights(push)
+        runs = self.fleet.canary()
+        logprobs = self.learner.logprobs([canary_row(run) for run in runs])
+        gap = check_canary(runs, logprobs, self.version, self.config.model.dtype)
+        return {
+            "sync/seconds": time.perf_counter() - started,
+            "sync/bytes": float(push.nbytes),
+            "sync/version": float(self.version),
+            "sync/canary_gap": gap,
+        }
+
+    def evaluate(self, held_out: Sequence[Sample]) -> dict[str, float]:
+        """Ask every held-out question once, greedily, at its own K; nothing is learned from it. Named `eval/...`."""
+        if not held_out:
+            return {}
+        with self.stage("evaluation", f"{len(held_out)} held-out questions"):
+            specs = held_out_specs(held_out, self.config, None, f"eval/{self.version}")
+            found = report(len(specs), self.fleet.rollout(specs), self.config)
+        return {f"eval/{name}": value for name, value in found.flat().items()}
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint from which `trainer.resume=auto` goes on."""
+        with self.stage("checkpoint"):
+            state = {"step": step, "stream": self.stream.state()}
+            self.learner.save(self.run_dir.checkpoint(step), state, self.config.trainer.keep_checkpoints)
+
+    @contextmanager
+    def stage(self, name: str, hint: str = "") -> Iterator[None]:
+        """Show what goes on and keep how long it took, in seconds."""
+        self.progress.stage(name, hint)
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+
+
+def _mlflow_status(kind: type[BaseException] | None) -> str:
+    if kind is None:
+        return "FINISHED"
+    return "KILLED" if issubclass(kind, KeyboardInterrupt) else "FAILED"

@@ -1,0 +1,161 @@
+"""Preflight: what a run asks for against what there is, and checks that fail when they should."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import make_tiny_checkpoint
+
+from paravt_ray import doctor
+from paravt_ray.config import Config, ConfigError
+from paravt_ray.doctor import Bundle, Node, ResourcesError, check_resources, demand, unplaced
+from paravt_ray.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def config(**sections: dict[str, object]) -> Config:
+    result = Config()
+    for section, values in sections.items():
+        for key, value in values.items():
+            setattr(getattr(result, section), key, value)
+    return result
+
+
+def levels(lines: object) -> list[str]:
+    return [line.level for line in lines]  # type: ignore[attr-defined]
+
+
+# Resources
+
+
+def test_a_generator_needs_its_gpus_on_one_machine() -> None:
+    generator = Bundle("generator", 1, 4)
+    assert unplaced([generator], [Node(8, 2), Node(8, 2)]) == [generator]
+    assert unplaced([generator], [Node(8, 2), Node(8, 4)]) == []
+
+
+def test_small_actors_do_not_take_the_room_of_large_ones() -> None:
+    small, large = Bundle("learner rank", 1, 1), Bundle("generator", 1, 2)
+    assert unplaced([small, small, large], [Node(8, 2), Node(8, 2)]) == []
+    assert unplaced([small, small, small, large], [Node(8, 2), Node(8, 2)]) == [small]
+
+
+def test_gpus_are_asked_for_only_where_there_are_some() -> None:
+    settings = config(rollout={"generators": 2, "tensor_parallel": 4}, learner={"ranks": 3}, tools={"workers": 5})
+    assert sum(bundle.gpus for bundle in demand(settings, on_gpus=True)) == 2 * 4 + 3
+    assert sum(bundle.gpus for bundle in demand(settings, on_gpus=False)) == 0
+    assert sum(bundle.cpus for bundle in demand(settings, on_gpus=False)) == 2 + 3 + 5 + 1
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_demand_and_supply() -> None:
+    settings = config(tools={"workers": 6}, cluster={"cpus": 7})
+    with pytest.raises(
+        ResourcesError, match=r"asks for 9 CPUs .*6 x tool worker.* has 7 CPUs.* no machine has room for"
+    ) as refused:
+        check_resources(settings)
+    assert "cluster.cpus" in str(refused.value)
+    settings.cluster.cpus = 9
+    assert "asks for 9 CPUs" in check_resources(settings)
+
+
+def test_a_running_cluster_is_asked_what_is_free() -> None:
+    import ray
+
+    settings = config(tools={"workers": 1})  # 4 CPUs in all
+    ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False, object_store_memory=80 << 20)
+    try:
+        check_resources(settings)
+
+        @ray.remote(num_cpus=1)
+        class Other:
+            def ready(self) -> bool:
+                return True
+
+        other = Other.remote()
+        ray.get(other.ready.remote(), timeout=60)
+        with pytest.raises(ResourcesError, match="has 3 CPUs"):
+            check_resources(settings)
+        settings.tools.workers, settings.rollout.generators = 3, 4
+        with pytest.raises(ResourcesError, match=r"no machine has room for 1 x generator, 3 x tool worker"):
+            check_resources(settings)
+    finally:
+        ray.shutdown()
+
+
+# The other checks
+
+
+def test_processor_and_renderer_agree(checkpoint: Path) -> None:
+    lines = list(doctor.check_model(config(model={"path": str(checkpoint)})))
+    assert levels(lines) == ["ok", "ok", "ok"]
+    assert "Token parity" in lines[1].text
+
+
+def test_a_processor_with_another_patch_size_is_found(checkpoint: Path, tmp_path: Path) -> None:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (tmp_path / name).exists():
+            text = (tmp_path / name).read_text()
+            (tmp_path / name).write_text(text.replace('"patch_size": 16', '"patch_size": 8'))
+    *_, last = doctor.check_model(config(model={"path": str(tmp_path)}))
+    assert last.level == "failure"
+    assert "another patch or merge size" in last.text
+
+
+def test_overviews_that_cannot_fit_are_found(checkpoint: Path) -> None:
+    settings = config(model={"path": str(checkpoint), "context_length": 4096})
+    assert levels(doctor.check_model(settings)) == ["ok", "ok", "failure"]
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"model_type": "llama"}'])
+def test_no_checkpoint_of_ours_is_one_sentence(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"model\.path|no configuration"):
+        list(doctor.check_model(config(model={"path": str(tmp_path)})))
+
+
+def test_a_checkpoint_without_tokenizer_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(UserError, match="cannot be loaded"):
+        list(doctor.check_model(config(model={"path": str(tmp_path)})))
+
+
+def test_decoding_is_checked_frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert levels(doctor.check_decoding(Config())) == ["ok"]
+    from tool_workers.records import Crop
+
+    stuck = Crop(np.full((4, 32, 32, 3), 48, np.uint8), np.array([1.0, 1.5, 2.0, 2.5]))
+    monkeypatch.setattr("tool_workers.crop", lambda *args, **options: stuck)
+    assert levels(doctor.check_decoding(Config())) == ["failure"]
+
+
+def test_a_wrong_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["ray[default]==2.60.0", "numpy>=2", "av==1.2.3"])
+    lines = {line.text.split()[0]: line.level for line in doctor.check_versions(Config())}
+    assert lines["ray"] == "ok"
+    assert lines["av"] == "failure"
+
+
+def test_machine_checks_do_not_create_the_run_directory(tmp_path: Path) -> None:
+    settings = config(trainer={"run_dir": str(tmp_path / "deep" / "run")})
+    assert "failure" not in levels(doctor.check_machine(settings))
+    assert not (tmp_path / "deep").exists()
+
+
+def test_the_exit_code_says_whether_something_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    settings = config(model={"path": str(tmp_path)}, data={"train": str(tmp_path / "none.parquet")})
+    assert doctor.run(settings) == 1
+    shown = capsys.readouterr().out
+    assert "There is no data file" in shown
+    assert "only qwen3_vl is supported" in shown
+    assert "2 failures" in shown

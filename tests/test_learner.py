@@ -1,0 +1,375 @@
+"""One rank of the learner: what it computes is what transformers computes, however the rows are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learning import largest_difference, make_config, make_frame, make_learner, make_row, make_rows, weights
+from tiny import make_tiny_checkpoint
+
+from paravt_ray.chat import Chat
+from paravt_ray.config import Config, ConfigError
+from paravt_ray.episode import Frame, InvalidTrajectoryError, TrainRow
+from paravt_ray.learner.batching import Collator, plan, split_by_group
+from paravt_ray.learner.learner import Learner, LearnerError
+from paravt_ray.learner.schedule import LrSchedule
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is so small that more of them only wait for each other
+    yield make_tiny_checkpoint(tmp_path_factory.mktemp("learner") / "tiny")
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def chat(path: Path) -> Chat:
+    return Chat.from_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def rows(chat: Chat) -> list[TrainRow]:
+    return make_rows(chat)
+
+
+@pytest.fixture
+def learner(path: Path) -> Iterator[Learner]:
+    learner = make_learner(path, make_config())
+    yield learner
+    learner.close()
+
+
+def updated(path: Path, config: Config, rows: list[TrainRow], times: int = 2) -> dict[str, np.ndarray]:
+    """Weights after some updates on the same rows."""
+    learner = make_learner(path, config)
+    for _ in range(times):
+        learner.update(rows)
+    result = weights(learner)
+    learner.close()
+    return result
+
+
+# ---- against transformers ------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """The model in transformers, one row at a time, nothing packed, frames through the checkpoint's own processor."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoImageProcessor, Qwen3VLForConditionalGeneration
+
+        self.model = Qwen3VLForConditionalGeneration.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.processor = AutoImageProcessor.from_pretrained(path)
+        self.image_pad = self.model.config.image_token_id
+
+    def pixels(self, frames: list[Frame]) -> dict[str, torch.Tensor]:
+        if not frames:
+            return {}
+        return dict(self.processor([f.pixels for f in frames], do_resize=False, return_tensors="pt"))
+
+    def positions(self, row: TrainRow) -> torch.Tensor:
+        ids = torch.from_numpy(row.token_ids)[None]
+        is_image = (ids == self.image_pad).int()
+        grid = self.pixels(row.frames).get("image_grid_thw")
+        return self.model.model.get_rope_index(ids, is_image, grid)[0]
+
+    def logprobs(self, row: TrainRow, temperature: float) -> np.ndarray:
+        ids = torch.from_numpy(row.token_ids)[None]
+        pixels = self.pixels(row.frames)
+        with torch.no_grad():
+            logits = self.model(input_ids=ids, mm_token_type_ids=(ids == self.image_pad).int(), **pixels).logits[0]
+        log_p = torch.log_softmax(logits.float() / temperature, -1)
+        shifted = torch.cat([torch.zeros(1), log_p[:-1].gather(-1, ids[0, 1:, None])[:, 0]])
+        return np.where(row.generated, shifted.numpy(), 0)
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path) -> Reference:
+    return Reference(path)
+
+
+@pytest.mark.parametrize("budget", [32768, 700, 1])
+def test_logprobs_are_those_of_transformers(
+    path: Path, rows: list[TrainRow], reference: Reference, budget: int
+) -> None:
+    config = make_config(micro_batch_tokens=budget, logprob_chunk_tokens=7)
+    config.rollout.temperature = 0.7
+    learner = make_learner(path, config)
+    found = learner.logprobs(rows)
+    learner.close()
+    for index, row in enumerate(rows):
+        np.testing.assert_allclose(found[index], reference.logprobs(row, 0.7), atol=2e-5)
+
+
+def test_positions_and_pixels_are_those_of_transformers(path: Path, rows: list[TrainRow], reference: Reference) -> None:
+    collator = Collator(path)
+    for index, row in enumerate(rows):
+        batch = collator.collate(rows, [index])
+        np.testing.assert_array_equal(batch.position_ids, reference.positions(row))
+        if row.frames:
+            pixels = reference.pixels(row.frames)
+            assert torch.equal(batch.pixel_values, pixels["pixel_values"])
+            assert torch.equal(batch.frame_grid, pixels["image_grid_thw"])
+
+
+def test_a_frame_below_the_processors_smallest_size_is_not_enlarged(path: Path, chat: Chat) -> None:
+    processor = Collator(path)._processor
+    processor.size = {"shortest_edge": 64 * 64, "longest_edge": 1 << 20}
+    collator = Collator(path)
+    collator._processor = processor
+    batch = collator.collate([make_row(chat, [make_frame(0)], "A")], [0])
+    assert batch.frame_grid.tolist() == [[1, 2, 2]]
+
+
+def test_shared_frames_are_encoded_once_and_get_the_same_gradient(path: Path, rows: list[TrainRow]) -> None:
+    collator = Collator(path)
+    copies = [
+        TrainRow(**{**vars(row), "frames": [Frame(f.pixels, f.time_s, f"{i}/{j}") for j, f in enumerate(row.frames)]})
+        for i, row in enumerate(rows)
+    ]
+    indices = range(len(rows))
+    assert len(collator.collate(rows, indices).frame_grid) == len({f for row in rows for f in row.frames})
+    assert len(collator.collate(copies, indices).frame_grid) == sum(len(row.frames) for row in rows)
+    one, other = updated(path, make_config(), rows), updated(path, make_config(), copies)
+    assert largest_difference(one, other) < 1e-4
+
+
+def test_every_tensor_of_the_checkpoint_has_its_name(path: Path, learner: Learner) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path / "model.safetensors", "pt") as stored:
+        assert {name: list(t.shape) for name, t in learner.named_tensors()} == {
+            name: stored.get_slice(name).get_shape()
+            for name in stored.keys()  # noqa: SIM118
+        }
+
+
+def test_bfloat16_keeps_the_rotary_frequencies_in_float32(path: Path) -> None:
+    config = make_config(zero_stage=2)
+    config.model.dtype = "bfloat16"
+    learner = make_learner(path, config)
+    buffers = {name: b.dtype for name, b in learner._engine._model.named_buffers() if "inv_freq" in name}
+    learner.close()
+    assert buffers and set(buffers.values()) == {torch.float32}
+
+
+# ---- invariance ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregation"), [("ppo", "token_mean"), ("gspo", "sequence_mean"), ("cispo", "dr_grpo")]
+)
+def test_the_gradient_does_not_depend_on_micro_batches(
+    path: Path, rows: list[TrainRow], loss: str, aggregation: str
+) -> None:
+    results = []
+    for budget in (32768, 1):
+        config = make_config(micro_batch_tokens=budget)
+        config.algorithm.loss, config.algorithm.aggregation = loss, aggregation
+        results.append(updated(path, config, rows, times=1))
+    # Adam's first step is lr * sign(gradient) and magnifies rounding where a gradient is almost 0.
+    assert largest_difference(*results) < 1e-4
+
+
+def test_the_same_rows_give_the_same_weights_to_the_last_bit(path: Path, rows: list[TrainRow]) -> None:
+    one, other = updated(path, make_config(), rows), updated(path, make_config(), rows)
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_differ_in_rounding_only(path: Path, rows: list[TrainRow], stage: int) -> None:
+    plain, staged = (updated(path, make_config(zero_stage=s), rows) for s in (0, stage))
+    assert largest_difference(plain, staged) < 1e-4
+
+
+# ---- update --------------------------------------------------------------------------------------------------------
+
+
+def on_policy(learner: Learner, rows: list[TrainRow]) -> list[TrainRow]:
+    """The rows as the learner's own policy would have sampled them."""
+    found = learner.logprobs(rows)
+    return [TrainRow(**{**vars(row), "behaviour_logprobs": found[i]}) for i, row in enumerate(rows)]
+
+
+def test_on_policy_rows_have_no_gap_no_clipping_and_the_hand_computed_loss(
+    learner: Learner, rows: list[TrainRow]
+) -> None:
+    metrics = learner.update(on_policy(learner, rows))
+    advantages = np.concatenate([row.advantages[row.generated] for row in rows])
+    assert metrics["train/logp_gap"] < 1e-6
+    assert metrics["train/clip_fraction"] == 0
+    assert metrics["train/behaviour_weight"] == pytest.approx(1, abs=1e-5)
+    assert metrics["train/loss"] == pytest.approx(-advantages.mean(), rel=1e-5)
+    assert 0 < metrics["train/entropy"] < np.log(400)
+    assert metrics["train/lr"] == 1e-2
+
+
+def test_the_gap_is_the_mean_absolute_difference_to_the_generator(learner: Learner, rows: list[TrainRow]) -> None:
+    found = learner.logprobs(rows)
+    gaps = [np.abs(found[i] - row.behaviour_logprobs)[row.generated] for i, row in enumerate(rows)]
+    assert learner.update(rows)["train/logp_gap"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-5)
+
+
+def test_several_updates_compare_with_the_policy_before_the_first_of_them(path: Path, rows: list[TrainRow]) -> None:
+    learner = make_learner(path, make_config(updates_per_step=3))
+    metrics = learner.update(on_policy(learner, rows))
+    learner.close()
+    assert learner.steps_done == 3
+    # Asked after the first step, with this learning rate, the policy is another one.
+    assert metrics["train/logp_gap"] < 1e-6
+    assert metrics["train/clip_fraction"] > 0
+
+
+def test_an_update_raises_what_had_a_positive_advantage(learner: Learner, rows: list[TrainRow]) -> None:
+    before = learner.logprobs(rows)
+    learner.update(on_policy(learner, rows))
+    after = learner.logprobs(rows)
+    change = [((after[i] - before[i]) * row.advantages).sum() for i, row in enumerate(rows)]
+    assert sum(change) > 0
+
+
+def test_a_row_in_which_the_policy_sampled_an_image_pad_is_dropped_alone(
+    path: Path, chat: Chat, rows: list[TrainRow]
+) -> None:
+    without = updated(path, make_config(), rows, times=1)
+    learner = make_learner(path, make_config())
+    bad = TrainRow(**{**vars(rows[0]), "token_ids": rows[0].token_ids.copy()})
+    bad.token_ids[-2] = chat.image_pad
+    metrics = learner.update([*rows, bad])
+    assert metrics["train/rows_dropped"] == 1
+    assert largest_difference(weights(learner), without) == 0
+    with pytest.raises(LearnerError, match="None of the 1 rows"):
+        learner.update([bad])
+    learner.close()
+
+
+@pytest.mark.parametrize("fault", ["shorter", "no frame", "odd size", "generated first"])
+def test_rows_that_do_not_line_up_are_refused(path: Path, rows: list[TrainRow], fault: str) -> None:
+    row = TrainRow(**vars(rows[0]))
+    if fault == "shorter":
+        row.advantages = row.advantages[1:]
+    elif fault == "no frame":
+        row.frames = row.frames[1:]
+    elif fault == "odd size":
+        row.frames = [Frame(np.zeros((48, 32, 3), np.uint8), 0, "odd"), *row.frames[1:]]
+    else:
+        row.generated = np.ones_like(row.generated)
+    with pytest.raises(InvalidTrajectoryError):
+        Collator(path).check(row)
+
+
+def test_rows_without_any_trained_token_change_nothing_and_have_finite_metrics(
+    path: Path, rows: list[TrainRow]
+) -> None:
+    silent = [TrainRow(**{**vars(row), "generated": np.zeros_like(row.generated)}) for row in rows]
+    learner = make_learner(path, make_config(weight_decay=0.0))
+    before = weights(learner)
+    metrics = learner.update(silent)
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert largest_difference(before, weights(learner)) == 0
+    learner.close()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_touched(
+    learner: Learner, rows: list[TrainRow]
+) -> None:
+    before = weights(learner)
+    poisoned = TrainRow(**{**vars(rows[0]), "advantages": np.full_like(rows[0].advantages, np.inf)})
+    with pytest.raises(LearnerError, match="optimizer step 0"):
+        learner.update([poisoned])
+    assert largest_difference(before, weights(learner)) == 0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_reference_policy_stays_and_its_divergence_is_measured(
+    path: Path, rows: list[TrainRow], stage: int
+) -> None:
+    config = make_config(zero_stage=stage)
+    config.algorithm.kl_coefficient, config.algorithm.kl_placement = 0.1, "loss"
+    config.algorithm.kl_estimator = "k3"
+    learner = make_learner(path, config, reference_path=path)
+    first = learner.reference_logprobs(rows)
+    kls = [learner.update(on_policy(learner, rows))["train/kl"] for _ in range(3)]
+    again = learner.reference_logprobs(rows)
+    learner.close()
+    assert kls[0] == pytest.approx(0, abs=1e-6) and kls[2] > 1e-3
+    assert all(np.array_equal(first[i], again[i]) for i in first)
+
+
+def test_supervised_steps_lower_the_mean_cross_entropy_that_they_report(learner: Learner, rows: list[TrainRow]) -> None:
+    total, tokens = learner.cross_entropy(rows)
+    assert tokens == sum(row.generated.sum() for row in rows)
+    losses = [learner.fit(rows)["train/loss"] for _ in range(3)]
+    assert losses[0] == pytest.approx(total / tokens, rel=1e-5)
+    assert losses[2] < losses[1] < losses[0]
+
+
+# ---- planning ------------------------------------------------------------------------------------------------------
+
+
+def row_of_length(length: int, group: int) -> TrainRow:
+    zeros = np.zeros(length, np.float32)
+    return TrainRow(np.ones(length, np.int64), zeros > 0, zeros, zeros, zeros.astype(np.int32), [], group_index=group)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 400), max_size=40),
+    ranks=st.integers(1, 8),
+    budget=st.integers(1, 1000),
+)
+@settings(deadline=None, max_examples=200)
+def test_a_plan_runs_every_row_once_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
+    rows = [row_of_length(length, index // 4) for index, length in enumerate(lengths)]
+    steps = plan(rows, ranks, budget)
+    assert len(steps) == ranks and len({len(rank) for rank in steps}) == 1
+    batches = [batch for rank in steps for batch in rank]
+    assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
+    assert all(len(batch) == 1 or sum(lengths[i] for i in batch) <= budget for batch in batches if batch)
+
+
+def test_a_plan_balances_the_tokens_of_mixed_lengths_over_ranks() -> None:
+    lengths = np.random.default_rng(0).integers(50, 2000, 256).tolist()
+    steps = plan([row_of_length(n, i // 8) for i, n in enumerate(lengths)], ranks=4, budget=32768)
+    for at_once in zip(*steps, strict=True):
+        loads = [sum(lengths[i] for i in batch) for batch in at_once]
+        assert max(loads) / (sum(loads) / len(loads)) < 1.1
+
+
+def test_groups_are_never_split_between_optimizer_steps() -> None:
+    rows = [row_of_length(5, group) for group in (0, 0, 1, 2, 2, 2, 3)]
+    parts = split_by_group(rows, 3)
+    assert len(parts) == 3 and sum(map(len, parts)) == len(rows)
+    seen = [{row.group_index for row in part} for part in parts]
+    assert all(not (a & b) for i, a in enumerate(seen) for b in seen[i + 1 :])
+    assert len(split_by_group(rows, 9)) == 4
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_rises_linearly_and_falls_as_half_a_cosine() -> None:
+    schedule = LrSchedule(peak=1.0, warmup_steps=4, total_steps=12, kind="cosine")
+    assert [schedule.at(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert schedule.at(8) == pytest.approx(0.5) and schedule.at(12) == pytest.approx(0.0)
+    assert LrSchedule(1.0, 0, 12, "constant").at(11) == 1.0
+
+
+def test_a_warm_up_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.warmup_steps is 500"):
+        LrSchedule.from_config(make_config(warmup_steps=500).learner, 54)
+
+
+def test_bfloat16_without_zero_is_refused(path: Path) -> None:
+    config = make_config()
+    config.model.dtype = "bfloat16"
+    with pytest.raises(ConfigError, match=r"learner\.zero_stage"):
+        make_learner(path, config)

@@ -1,0 +1,74 @@
+"""The tiny Qwen3-VL: what makes it a Qwen3-VL, and what the one in the package can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paravt_ray.chat import Chat
+from paravt_ray.episode import Frame
+from paravt_ray.tiny_model import FRAME_SIDE, PLAIN_ADDED_TOKENS, SPECIAL_TOKENS, write_blank_model
+
+TEXTS = ["Where is the red shape shown? A. 110 to 130 s", "red from 112 to 118", "crop_video start_time end_time"] * 9
+
+
+@pytest.fixture(scope="module")
+def blank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_blank_model(tmp_path_factory.mktemp("blank"), TEXTS, seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(blank: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(blank)
+
+
+def test_added_tokens_are_qwens(tokenizer: Any) -> None:
+    added = tokenizer.get_added_vocab()
+    assert set(added) == {*SPECIAL_TOKENS, *PLAIN_ADDED_TOKENS}
+    assert len(tokenizer.encode("<answer>")) > 1
+    # Tags must survive decoding without special tokens: the parser reads them.
+    ids = tokenizer.encode("<think>\n<tool_call><|im_end|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>\n<tool_call>"
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_any_text_survives_and_digits_stand_alone(tokenizer: Any) -> None:
+    text = 'Från 123.45 s: 红色, é, \t"quotes" and 🎬\n'
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("from 1234 to 99")]
+    assert [piece for piece in pieces if piece.strip().isdigit()] == list("123499")
+
+
+def test_one_frame_is_one_visual_token_for_processor_and_renderer(blank: Path) -> None:
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(blank)
+    prompt = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}],
+        add_generation_prompt=True,
+    )
+    out = processor(text=[prompt], images=[Image.new("RGB", (640, 360))])
+    pad = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert list(out["input_ids"][0]).count(pad) == 1
+    pixels = np.zeros((FRAME_SIDE, FRAME_SIDE, 3), np.uint8)
+    assert Chat.from_pretrained(blank).visual_tokens(Frame(pixels, 0.0, "f")) == 1
+
+
+def test_it_is_small_untied_and_follows_its_seed(blank: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import Qwen3VLForConditionalGeneration
+
+    model, info = Qwen3VLForConditionalGeneration.from_pretrained(blank, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert 0.8e6 < sum(weight.numel() for weight in model.parameters()) < 2e6
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+    same = Qwen3VLForConditionalGeneration.from_pretrained(write_blank_model(tmp_path / "a", TEXTS, seed=0))
+    other = Qwen3VLForConditionalGeneration.from_pretrained(write_blank_model(tmp_path / "b", TEXTS, seed=1))
+    assert torch.equal(model.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(model.lm_head.weight, other.lm_head.weight)

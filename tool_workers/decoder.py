@@ -1,0 +1,127 @@
+"""A handle on a process that decodes, and that can be stopped in the middle of it (its side: `decoder_main`)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from tool_workers.planning import Target
+from tool_workers.records import ErrorKind, Limits, ToolError, VideoInfo
+from tool_workers.shot import Shot
+
+_START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request to a decoder: shots of one file, or without `limits` only what it is."""
+
+    path: str
+    targets: tuple[Target, ...] = ()
+    limits: Limits | None = None
+    thorough: bool = False
+    """Read the whole file and report in `VideoInfo.damage` what is wrong anywhere in it."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A decoder's reply to one job."""
+
+    info: VideoInfo
+    shots: Sequence[Shot]
+    bytes_read: int
+    frames_decoded: int
+    resident_bytes: int
+    """Memory of the decoder process after the job."""
+
+
+class DecoderStartError(ToolError):
+    """No decoder process could be started: the fault is the machine's, not the file's."""
+
+
+class DecoderProcess:
+    """The parent's handle: starts the child when needed, kills it at a deadline, replaces it when it has grown."""
+
+    def __init__(self, max_resident_bytes: int = 2 << 30, max_jobs: int = 5000) -> None:
+        self._max_resident = max_resident_bytes
+        self._max_jobs = max_jobs
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._jobs = 0
+        self.started = 0
+        """Children started so far."""
+        self.resident_bytes = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, None where none runs."""
+        return self._process.pid if self._process else None
+
+    def run(self, job: Job, timeout_s: float) -> Result:
+        """Do the job in the child, within the deadline.
+
+        Raises:
+            ToolError: timeout or worker_died; or what the reader found.
+        """
+        deadline = time.monotonic() + timeout_s
+        connection = self._connection or self._start()
+        try:
+            connection.send(job)
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                self.stop()
+                raise ToolError(
+                    ErrorKind.TIMEOUT, f"Decoding {job.path} took longer than {timeout_s:g} s and was stopped."
+                )
+            reply: Result | ToolError = connection.recv()
+        except (EOFError, OSError) as error:
+            status = self.stop()
+            raise ToolError(
+                ErrorKind.WORKER_DIED, f"The decoder died while reading {job.path} (exit status {status})."
+            ) from error
+        self._jobs += 1
+        if isinstance(reply, ToolError):
+            raise reply
+        self.resident_bytes = reply.resident_bytes
+        if self._jobs >= self._max_jobs or reply.resident_bytes > self._max_resident:
+            self.stop()
+        return reply
+
+    def stop(self) -> int | None:
+        """Kill the child, if there is one, and return its exit status."""
+        process, self._process = self._process, None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if process is None:
+            return None
+        process.kill()
+        return process.wait()
+
+    def _start(self) -> Connection:
+        ours, theirs = multiprocessing.Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tool_workers.decoder_main", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OPENBLAS_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        self._connection = ours
+        self._jobs = 0
+        self.started += 1
+        try:
+            ready = ours.poll(_START_TIMEOUT_S) and ours.recv()
+        except (EOFError, OSError):
+            ready = False
+        if not ready:
+            status = self.stop()
+            raise DecoderStartError(
+                ErrorKind.WORKER_DIED, f"A decoder process could not be started (exit status {status})."
+            )
+        return ours
