@@ -540,6 +540,7 @@ def _get(config: Config, key: str) -> Any:
 def _unknown_key_message(key: str) -> str:
     known = list(config_items(Config()))
     leaf = key.rsplit(".", maxsplit=1)[-1]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7) or [k for k in known if k.split(".")[1] == leaf]
-    hint = f" Did you mean {close[0]}?" if close else " `paravt train --help` says where all keys are described."
+    same_name = [k for k in known if k.split(".")[1] == leaf]
+    close = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    hint = f" Did you mean {' or '.join(close)}?" if close else " `paravt train --help` says where all keys are described."
     return f"Unknown configuration key {key}.{hint}"

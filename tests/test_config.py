@@ -31,7 +31,7 @@ def test_file_then_overrides(file: Path) -> None:
     ("override", "message"),
     [
         ("trainer.step=3", r"Unknown configuration key trainer\.step\. Did you mean trainer\.steps\?"),
-        ("steps=3", r"Unknown configuration key steps\. Did you mean trainer\.steps\?"),
+        ("steps=3", r"Unknown configuration key steps\. Did you mean sft\.steps or trainer\.steps\?"),
         ("nonsense.key=3", r"Unknown configuration key nonsense"),
         ("trainer.steps=many", r"trainer\.steps"),
         ("trainer.steps=1.5", r"trainer\.steps"),

@@ -43,7 +43,7 @@ def test_overlapping_windows_share_their_targets() -> None:
     assert len(one & other) == 9  # 22 to 30
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None, max_examples=60)  # no deadline: the machine may be busy
 @given(
     st.floats(-10, 70),
     st.floats(0.001, 80),
@@ -73,7 +73,7 @@ def test_overviews_stand_at_the_centres_of_equal_segments() -> None:
     assert {target.before for target in plan_overview(info(0, 600), 10).targets} == {15.0}
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None, max_examples=60)  # no deadline: the machine may be busy
 @given(
     st.integers(1, 8000), st.integers(1, 8000), st.sampled_from([14, 28, 32]), st.integers(1, 64), st.integers(1, 64)
 )
@@ -86,7 +86,7 @@ def test_sizes_are_whole_patches_within_bounds(width: int, height: int, factor: 
         assert fitted[0] * fitted[1] >= limits.min_pixels
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None, max_examples=60)  # no deadline: the machine may be busy
 @given(st.integers(64, 4000), st.integers(64, 4000), st.integers(4, 200))
 def test_a_resized_frame_passes_through_the_models_processor_unchanged(width: int, height: int, patches: int) -> None:
     """Nobody resizes twice: the size is a fixed point of the rule, and equals that of Qwen's own for usual shapes."""
