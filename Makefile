@@ -1,6 +1,6 @@
 # Every target sets up what it needs; `make debug` and `make test` work on a fresh machine.
 .DEFAULT_GOAL := help
-.PHONY: help setup debug test lint bench paradox tiny-model mlflow up down submit
+.PHONY: help setup debug test lint bench mlflow up down submit
 
 CONFIG ?= configs/debug.yaml
 ARGS ?=
@@ -15,7 +15,7 @@ setup: ## the Python environment in .venv (3 to 10 minutes once, then at once)
 	@cluster/setup.sh
 
 debug: setup $(SYNTH) ## the whole loop on this machine, with a tiny model
-	$(PARAVT) train configs/debug.yaml $(ARGS)
+	$(PARAVT) train configs/debug.yaml trainer.run_dir=outputs/debug-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 $(SYNTH): | setup
 	$(PARAVT) data synth outputs/synth
@@ -30,9 +30,6 @@ lint: setup ## style and types
 
 bench: setup ## all benchmarks, one after the other (BENCHES="crop learner" for some)
 	@set -e; for name in $(BENCHES); do echo "== $$name"; $(PARAVT) bench $$name; done
-
-paradox: setup $(SYNTH) ## four training curves that show the tool prior paradox
-	$(PARAVT) paradox $(CONFIG) $(ARGS)
 
 mlflow: setup ## the curves of all runs, in a browser on this machine
 	@cluster/mlflow.sh $(ARGS)

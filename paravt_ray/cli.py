@@ -199,6 +199,9 @@ def _bench(args: argparse.Namespace) -> int:
     from paravt_ray import bench
 
     names = [module.name for module in pkgutil.iter_modules(bench.__path__) if not module.name.startswith("_")]
+    if not args.name:
+        print("\n".join(names))
+        return 0
     if args.name not in names:
         raise InputError(f"Name one of: {', '.join(names)} (paravt bench NAME).")
     return int(importlib.import_module(f"paravt_ray.bench.{args.name}").main())

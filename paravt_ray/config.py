@@ -542,5 +542,7 @@ def _unknown_key_message(key: str) -> str:
     leaf = key.rsplit(".", maxsplit=1)[-1]
     same_name = [k for k in known if k.split(".")[1] == leaf]
     close = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    hint = f" Did you mean {' or '.join(close)}?" if close else " `paravt train --help` says where all keys are described."
+    hint = (
+        f" Did you mean {' or '.join(close)}?" if close else " `paravt train --help` says where all keys are described."
+    )
     return f"Unknown configuration key {key}.{hint}"

@@ -80,7 +80,7 @@ def run(config: Config) -> int:
             console.print(
                 Text(f"{line.level:<8} ", style=_STYLES[line.level]).append(line.text, style="default"), soft_wrap=True
             )
-    console.print(f"{levels['failure']} failures, {levels['warning']} warnings.")
+    console.print(f"Failures: {levels['failure']}, warnings: {levels['warning']}.")
     return 1 if levels["failure"] else 0
 
 
@@ -246,7 +246,9 @@ def check_model(config: Config) -> Iterable[Line]:
     yield Line("ok", f"Token parity: processor and renderer agree on {len(ours)} tokens of {len(frames)} frames")
     largest = max(chat.visual_tokens(frame) for frame in frames)
     most = max(config.rollout.frame_budgets) if config.rollout.gating else config.rollout.overview_frames
-    text = f"{most} overview frames take up to {most * (largest + 2)} of {config.model.context_length} tokens"
+    text = (
+        f"{most} overview frames take {most * (largest + 2)} of {config.model.context_length} tokens beside their times"
+    )
     fits = most * (largest + 2) + config.rollout.max_new_tokens <= config.model.context_length
     hint = "too many beside rollout.max_new_tokens; lower model.overview_max_pixels or raise model.context_length."
     yield Line("ok", text) if fits else Line("failure", f"{text}: {hint}")

@@ -187,6 +187,7 @@ class TurnRecord:
     forced: bool = False
     """True for the forced answer turn, in which calls are not run."""
     seconds: float = 0.0
+    """Wall time of its generation; calls have their own latencies."""
 
 
 @dataclass

@@ -14,13 +14,14 @@ from paravt_ray.data.reader import SampleStream, read_samples
 from paravt_ray.doctor import check_resources
 from paravt_ray.episode import Group, Sample
 from paravt_ray.errors import InputError, UserError
-from paravt_ray.evaluation.heldout import held_out_specs, report
+from paravt_ray.evaluation.heldout import evaluate
 from paravt_ray.learner.actor import LearnerGroup
 from paravt_ray.learner.checkpoint import latest_complete, read_state
 from paravt_ray.learner.rows import build_rows, set_advantages
 from paravt_ray.rewards.actor import RewardPool
 from paravt_ray.rollout.canary import canary_row, check_canary
 from paravt_ray.rollout.fleet import GeneratorFleet
+from paravt_ray.rollout.frames import crop_pool
 from paravt_ray.rollout.gating import draw_frame_budget
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.logs import log_to_file
@@ -29,7 +30,6 @@ from paravt_ray.tracking.mlflow_log import MlflowLogger
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir, read_metrics
 from paravt_ray.tracking.tracker import Tracker
-from tool_workers import CropPool
 
 
 class TrainingError(UserError):
@@ -90,19 +90,10 @@ class Trainer:
                 self.stream.restore(state["stream"])
                 self.version = int(state["step"])
             self.run_dir.rewind(self.version)
-            mlflow = MlflowLogger(self.run_dir, self.config)
-            stack.push(lambda kind, *_: mlflow.close(_mlflow_status(kind)))
+            mlflow = stack.enter_context(MlflowLogger(self.run_dir, self.config))
             self.tracker = Tracker(self.run_dir, self.progress, mlflow)
             self.progress.stage("starting the engines and the learner", "30 to 60 s")
-            tools = self.config.tools
-            self.pool = CropPool(
-                workers=tools.workers,
-                timeout_s=tools.crop_timeout_s,
-                cache_mb=tools.cache_mb,
-                queue_limit=tools.queue_limit,
-                patch_factor=self.chat.patch_factor,
-                min_pixels=self.config.model.min_pixels,
-            )
+            self.pool = crop_pool(self.config, self.chat.patch_factor)
             stack.callback(self.pool.close)
             self.fleet = stack.enter_context(GeneratorFleet(self.config, self.pool, self.run_dir.logs))
             self.learner = stack.enter_context(LearnerGroup(self.config, self.model, resume=checkpoint))
@@ -220,8 +211,7 @@ class Trainer:
         if not held_out:
             return {}
         with self.stage("evaluation", f"{len(held_out)} held-out questions"):
-            specs = held_out_specs(held_out, self.config, None, f"eval/{self.version}")
-            found = report(len(specs), self.fleet.rollout(specs), self.config)
+            found = evaluate(self.fleet, held_out, self.config, tag=f"eval/{self.version}")
         return {f"eval/{name}": value for name, value in found.flat().items()}
 
     def save(self, step: int) -> None:
@@ -237,9 +227,3 @@ class Trainer:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
-
-
-def _mlflow_status(kind: type[BaseException] | None) -> str:
-    if kind is None:
-        return "FINISHED"
-    return "KILLED" if issubclass(kind, KeyboardInterrupt) else "FAILED"

@@ -151,8 +151,8 @@ def test_parallel_calls_take_as_long_as_the_slowest(chat: Chat) -> None:
     episode = one(engine, ScriptedPool(delay_s=0.1))
     elapsed = time.monotonic() - started
     assert statuses(episode) == [CallStatus.SERVED] * 4
-    assert 0.2 <= elapsed < 0.5, "four calls of 0.2 s"
-    assert all(0.2 <= record.latency_s < 0.5 for record in episode.call_records)
+    assert 0.2 <= elapsed < 0.7, "four calls of 0.2 s"
+    assert all(0.2 <= record.latency_s < 0.7 for record in episode.call_records)
 
 
 def test_a_frame_that_several_episodes_crop_exists_once(chat: Chat) -> None:

@@ -105,6 +105,23 @@ def test_the_decoder_ends_with_its_parent(clip: Path) -> None:
     assert gone(child)
 
 
+def test_a_forked_child_has_a_decoder_of_its_own(clip: Path) -> None:
+    """Parent and child that shared one connection would read each other's replies."""
+    script = (
+        "import os, sys, tool_workers\n"
+        f"path = {str(clip)!r}\n"
+        "tool_workers.probe(path)\n"
+        "child = os.fork()\n"
+        "start = 0 if child else 2\n"
+        "for _ in range(50):\n"
+        "    times = tool_workers.crop(path, start, start + 2).timestamps.tolist()\n"
+        "    assert times == [start, start + 1], times\n"
+        "if child:\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
+
+
 def test_a_decoder_is_recycled_past_its_limit(clip: Path) -> None:
     decoder = DecoderProcess(max_jobs=3)
     pids = set()

@@ -158,4 +158,4 @@ def test_the_exit_code_says_whether_something_failed(tmp_path: Path, capsys: pyt
     shown = capsys.readouterr().out
     assert "There is no data file" in shown
     assert "only qwen3_vl is supported" in shown
-    assert "2 failures" in shown
+    assert "Failures: 2" in shown

@@ -203,7 +203,7 @@ def test_the_seed_decides(rig: Rig) -> None:
     [
         (lambda rig: rig.prompt(make_frames(1, 50, 70, seed=5)), "it resized a frame"),
         (lambda rig: (rig.chat.encode_text("a" * 3000), []), "The engine failed on a request"),
-        (lambda rig: ([rig.chat.image_pad, 5], []), "The engine failed on a request"),
+        (lambda rig: ([rig.chat.image_pad, 5], []), "1 image pads for 0 frames"),
     ],
     ids=["odd_frame", "too_long", "pad_without_frame"],
 )

@@ -39,8 +39,13 @@ def make_tiny_checkpoint(
     path: Path, hidden: int = 64, layers: int = 2, seed: int = 0, vocab: int | None = None, tied: bool = False
 ) -> Path:
     """Write a random checkpoint with tokenizer and processor; frames of 32x32 are one visual token."""
-    from transformers import Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
-    from transformers import Qwen3VLVideoProcessor
+    from transformers import (
+        Qwen2VLImageProcessor,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
 
     tokenizer = make_tokenizer(["<answer>A</answer> crop_video start_time end_time red blue seconds the video"] * 4)
     ids = tokenizer.get_added_vocab()  # type: ignore[attr-defined]

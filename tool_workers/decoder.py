@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class DecoderProcess:
         self._max_jobs = max_jobs
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._dying: list[subprocess.Popen[bytes]] = []
         self._jobs = 0
         self.started = 0
         """Children started so far."""
@@ -69,21 +71,27 @@ class DecoderProcess:
         Raises:
             ToolError: timeout or worker_died; or what the reader found.
         """
-        deadline = time.monotonic() + timeout_s
         connection = self._connection or self._start()
+        assert self._process is not None
+        # The timer is for a child that stops in the middle of a message, where `poll` has no say.
+        timer = threading.Timer(timeout_s, self._process.kill)
+        timer.start()
+        deadline = time.monotonic() + timeout_s
         try:
             connection.send(job)
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                self.stop()
-                raise ToolError(
-                    ErrorKind.TIMEOUT, f"Decoding {job.path} took longer than {timeout_s:g} s and was stopped."
-                )
-            reply: Result | ToolError = connection.recv()
+            reply: Result | ToolError | None = connection.recv() if connection.poll(timeout_s) else None
         except (EOFError, OSError) as error:
             status = self.stop()
-            raise ToolError(
-                ErrorKind.WORKER_DIED, f"The decoder died while reading {job.path} (exit status {status})."
-            ) from error
+            if time.monotonic() < deadline:
+                raise ToolError(
+                    ErrorKind.WORKER_DIED, f"The decoder died while reading {job.path} (exit status {status})."
+                ) from error
+            reply = None
+        finally:
+            timer.cancel()
+        if reply is None:
+            self.stop()
+            raise ToolError(ErrorKind.TIMEOUT, f"Reading {job.path} took longer than {timeout_s:g} s and was stopped.")
         self._jobs += 1
         if isinstance(reply, ToolError):
             raise reply
@@ -101,7 +109,8 @@ class DecoderProcess:
         if process is None:
             return None
         process.kill()
-        return process.wait()
+        self._dying = [p for p in [*self._dying, process] if _still_there(p)]
+        return process.returncode
 
     def _start(self) -> Connection:
         ours, theirs = multiprocessing.Pipe()
@@ -125,3 +134,12 @@ class DecoderProcess:
                 ErrorKind.WORKER_DIED, f"A decoder process could not be started (exit status {status})."
             )
         return ours
+
+
+def _still_there(process: subprocess.Popen[bytes]) -> bool:
+    """Collect a killed process; one that is stuck in a read of a dead file system goes only when that returns."""
+    try:
+        process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        return True
+    return False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
-from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -18,8 +18,6 @@ MIN_PIXELS = 784
 MAX_PIXELS = 50176
 TIMEOUT_S = 30.0
 _CACHE_BYTES = 256 << 20
-
-_lock = threading.Lock()  # one decoder: one call at a time
 
 
 def crop(
@@ -63,13 +61,26 @@ def probe(video: str | Path) -> VideoInfo:
     return cast(VideoInfo, _serve(ProbeCall(str(video))))
 
 
+class _Local:
+    """This process's decoder. A forked child must not talk to its parent's."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.Lock()  # one decoder: one call at a time
+        self.cropper = Cropper(TIMEOUT_S, _CACHE_BYTES)
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        if os.getpid() == self.pid:
+            self.cropper.stop()
+
+
+_local: _Local | None = None
+
+
 def _serve(call: Call) -> Crop | VideoInfo:
-    with _lock:
-        return _cropper().serve(call)
-
-
-@cache
-def _cropper() -> Cropper:
-    cropper = Cropper(TIMEOUT_S, _CACHE_BYTES)
-    atexit.register(cropper.stop)
-    return cropper
+    global _local  # noqa: PLW0603 - the one decoder of the process, started at first use
+    if _local is None or _local.pid != os.getpid():
+        _local = _Local()
+    with _local.lock:
+        return _local.cropper.serve(call)

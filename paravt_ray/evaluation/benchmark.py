@@ -26,10 +26,10 @@ from paravt_ray.evaluation.splits import SCHEMAS, Question, read_split
 from paravt_ray.evaluation.tables import Score, beside_paper, report, scores
 from paravt_ray.rewards import score_episode
 from paravt_ray.rollout.fleet import GeneratorFleet
+from paravt_ray.rollout.frames import crop_pool
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.logs import log_to_file
 from paravt_ray.tracking.run_dir import replace_file
-from tool_workers import CropPool
 
 logger = logging.getLogger(__name__)
 
@@ -97,17 +97,9 @@ def started_fleet(config: Config, chat: Chat, logs: Path) -> Iterator[Fleet]:
     """The cluster, the crop service and the generators, for the length of the block."""
     logs.mkdir(parents=True, exist_ok=True)
     log_to_file(logs)
-    tools = config.tools
     with ExitStack() as stack:
         stack.enter_context(connected(config, logs))
-        pool = CropPool(
-            workers=tools.workers,
-            timeout_s=tools.crop_timeout_s,
-            cache_mb=tools.cache_mb,
-            queue_limit=tools.queue_limit,
-            patch_factor=chat.patch_factor,
-            min_pixels=config.model.min_pixels,
-        )
+        pool = crop_pool(config, chat.patch_factor)
         stack.callback(pool.close)
         print(f"Starting {config.rollout.generators} engines (under a minute for a small model, minutes for a large).")
         fleet = stack.enter_context(GeneratorFleet(config, pool, logs))

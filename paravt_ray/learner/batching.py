@@ -29,35 +29,25 @@ def plan(rows: Sequence[TrainRow], ranks: int, budget: int) -> list[list[list[in
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].group_index, rows[i].sequence_index, i))
     lengths = [len(rows[i].token_ids) for i in order]
-    steps = max(1, -(-sum(lengths) // (ranks * budget)))
-    while True:
-        bins = _cut(lengths, ranks * steps)
-        if max(sum(lengths[start:end]) for start, end in bins) <= max(budget, max(lengths, default=0)):
-            break
-        steps += 1
-    bins += [(0, 0)] * (ranks * steps - len(bins))
-    bins.sort(key=lambda b: -sum(lengths[b[0] : b[1]]))
-    # Equal lengths next to each other share one attention call.
-    filled = [sorted(order[start:end], key=lambda i: (len(rows[i].token_ids), i)) for start, end in bins]
-    return [filled[rank::ranks] for rank in range(ranks)]
-
-
-def _cut(lengths: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Cut a list into at most `parts` contiguous pieces so that the largest sum is as small as it can be."""
-    low, high = max(lengths, default=0), sum(lengths)
+    steps = -(-len(_cut(lengths, budget)) // ranks)
+    # The lowest limit that needs no more micro-batches makes them about equally long.
+    low, high = 1, budget
     while low < high:
         middle = (low + high) // 2
-        if len(_fill(lengths, middle)) <= parts:
-            high = middle
-        else:
-            low = middle + 1
-    return _fill(lengths, low)
+        low, high = (low, middle) if len(_cut(lengths, middle)) <= ranks * steps else (middle + 1, high)
+    bins = [order[start:end] for start, end in _cut(lengths, low)]
+    bins += [[] for _ in range(ranks * steps - len(bins))]
+    # The longest run at the same time. Within one, equal lengths lie side by side: they share an attention call.
+    bins.sort(key=lambda indices: -sum(len(rows[i].token_ids) for i in indices))
+    packed = [sorted(indices, key=lambda i: (len(rows[i].token_ids), i)) for indices in bins]
+    return [packed[rank::ranks] for rank in range(ranks)]
 
 
-def _fill(lengths: Sequence[int], capacity: int) -> list[tuple[int, int]]:
+def _cut(lengths: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Cut into contiguous pieces of at most `limit` in sum, as few as possible; a longer item is a piece of its own."""
     pieces, start, total = [], 0, 0
     for index, length in enumerate(lengths):
-        if total + length > capacity and index > start:
+        if total + length > limit and index > start:
             pieces.append((start, index))
             start, total = index, 0
         total += length

@@ -46,20 +46,25 @@ class CheckpointWriteError(UserError):
 
 def latest_complete(directory: Path) -> Path | None:
     """The complete checkpoint with the highest step in `directory`, or None."""
-    found = [(int(m[1]), p) for p in directory.glob("step_*") if (m := _STEP.fullmatch(p.name))]
-    return max(((step, path) for step, path in found if (path / COMPLETE).is_file()), default=(0, None))[1]
+    return max(_complete(directory), key=_step, default=None)
 
 
 def prune(directory: Path, keep: int) -> None:
     """Remove all but the newest `keep` complete checkpoints, and whatever an interrupted save left behind."""
-    complete = sorted(p for p in directory.glob("step_*") if (p / COMPLETE).is_file())
-    kept = set(complete[-keep:])
+    kept = sorted(_complete(directory), key=_step)[-keep:]
     for path in directory.iterdir():
-        is_ours = _STEP.fullmatch(path.name) or path.name.startswith(".step_")
-        if is_ours and path not in kept:
-            # Unmarked first: a removal that is interrupted must not leave half a checkpoint that looks whole.
+        if (_STEP.fullmatch(path.name) or path.name.startswith(".step_")) and path not in kept:
+            # The mark first: a removal that is interrupted must not leave half a checkpoint that looks whole.
             (path / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(path)
+
+
+def _complete(directory: Path) -> list[Path]:
+    return [p for p in directory.glob("step_*") if _STEP.fullmatch(p.name) and (p / COMPLETE).is_file()]
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,8 @@ def init_distributed(rank: int, ranks: int, rendezvous: str, timeout_s: float) -
     os.environ["DS_ACCELERATOR"] = "cuda" if cuda else "cpu"  # DeepSpeed's own switch; it guesses and warns otherwise
     import deepspeed
 
+    # DeepSpeed uses collectives under names that torch has deprecated.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     if cuda:

@@ -74,15 +74,17 @@ class Learner:
             CheckpointError: `resume` is incomplete or belongs to another learning-rate schedule.
         """
         self.config, self.schedule, self.rank, self.ranks = config, schedule, rank, ranks
-        self.device = init_distributed(rank, ranks, rendezvous, config.learner.timeout_s)
-        self._source = resume / checkpoint.MODEL if resume else model_path
-        self._collator = Collator(self._source)
-        self._engine = Engine(self._load(self._source, config.learner.activation_checkpointing), config)
-        self._reference = frozen(self._load(reference_path), config) if reference_path else None
-        self.steps_done = 0
+        self.steps_done = _steps_done(resume, schedule) if resume else 0
         """Optimizer steps so far."""
-        if resume:
-            self._resume(resume)
+        self.device = init_distributed(rank, ranks, rendezvous, config.learner.timeout_s)
+        self._source = model_path
+        weights = resume / checkpoint.MODEL if resume else model_path
+        self._collator = Collator(model_path)
+        self._engine = Engine(self._load(weights, config.learner.activation_checkpointing), config)
+        self._reference = frozen(self._load(reference_path), config) if reference_path else None
+        if resume and self.steps_done:
+            state = checkpoint.read_tensors(resume / checkpoint.OPTIMIZER)
+            self._engine.load_optimizer(state, self.steps_done, self._collator.collate([], []).to(self.device))
 
     def _load(self, path: Path, activation_checkpointing: bool = False) -> Policy:
         learner = self.config.learner
@@ -331,18 +333,17 @@ class Learner:
             for _ in self._engine.optimizer_tensors():
                 pass
 
-    def _resume(self, path: Path) -> None:
-        checkpoint.read_state(path)  # refuses an incomplete one
-        saved = checkpoint.read_json(path / checkpoint.LEARNER_FILE)
-        self.steps_done = int(saved["steps_done"])
-        before = LrSchedule(**saved["schedule"])
-        last = max(0, self.steps_done - 1)
-        if any(before.at(step) != self.schedule.at(step) for step in (0, last // 2, last)):
-            raise checkpoint.CheckpointError(
-                f"{path} was trained with another learning rate ({before.describe()}; this run: "
-                f"{self.schedule.describe()}). Set learner.lr, learner.schedule, learner.warmup_steps and the number "
-                "of steps as they were, or start a new run directory."
-            )
-        if self.steps_done:
-            tensors = checkpoint.read_tensors(path / checkpoint.OPTIMIZER)
-            self._engine.load_optimizer(tensors, self.steps_done, self._collator.collate([], []).to(self.device))
+
+def _steps_done(path: Path, schedule: LrSchedule) -> int:
+    """Optimizer steps of a checkpoint, if a run with this schedule can go on from it."""
+    checkpoint.read_state(path)  # refuses an incomplete one
+    saved = checkpoint.read_json(path / checkpoint.LEARNER_FILE)
+    done, before = int(saved["steps_done"]), LrSchedule(**saved["schedule"])
+    last = max(0, done - 1)
+    if any(before.at(step) != schedule.at(step) for step in (0, last // 2, last)):
+        raise checkpoint.CheckpointError(
+            f"{path} was trained with another learning rate ({before.describe()}; this run: {schedule.describe()}). "
+            "Set learner.lr, learner.schedule, learner.warmup_steps and the number of steps as they were, or start a "
+            "new run directory."
+        )
+    return done

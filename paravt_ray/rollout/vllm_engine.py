@@ -72,6 +72,9 @@ class VllmEngine:
             EngineError: the engine failed, did not answer within `rollout.turn_timeout_s` or was aborted, or the
                 output cannot be trusted.
         """
+        pads = sum(token == self._chat.image_pad for token in prompt_ids)
+        if pads != len(frames):
+            raise EngineError(f"The prompt has {pads} image pads for {len(frames)} frames.")
         timeout_s = self._config.rollout.turn_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from paravt_ray.config import Config, config_items, load_config, save_config
+from paravt_ray.config import Config, save_config
 from paravt_ray.errors import InputError
 
 METRICS_FILE = "metrics.jsonl"
@@ -66,17 +66,15 @@ class RunDir:
         except OSError as error:
             raise RunDirError(f"The run directory {self.path} cannot be written: {error.strerror}.") from error
         config_file = self.path / "config.yaml"
-        self.resumed = config_file.exists()
-        """Whether the directory held a run before."""
-        if self.resumed and config.trainer.resume == "never":
+        if config_file.exists() and config.trainer.resume == "never":
             self._lock.close()
             raise RunDirError(
                 f"{self.path} already holds a run. Go on with it (trainer.resume=auto), start another one "
                 f"(trainer.run_dir=outputs/NAME), or remove the directory."
             )
-        self.changed: dict[str, tuple[Any, Any]] = _changes(config_file, config) if self.resumed else {}
-        """Keys whose value is another one than before the run was resumed: (before, now)."""
-        save_config(config, config_file)
+        part = config_file.with_name(f"{config_file.name}.part")
+        save_config(config, part)
+        part.replace(config_file)
 
     def rewind(self, step: int) -> None:
         """Forget everything after `step`, so that steps that are done again are not counted twice."""
@@ -139,11 +137,6 @@ def _lock(path: Path) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
-
-
-def _changes(config_file: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    before, now = config_items(load_config(config_file)), config_items(config)
-    return {key: (before[key], now[key]) for key in now if before[key] != now[key] and key != "trainer.resume"}
 
 
 def _is_until(line: str, step: int) -> bool:

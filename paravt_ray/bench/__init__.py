@@ -1,0 +1,1 @@
+"""Measurements of single parts against their peer or limit: `paravt bench NAME`."""
