@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from paravt_ray.chat import Chat
 from paravt_ray.cluster import connected
@@ -20,7 +22,7 @@ from paravt_ray.learner.checkpoint import latest_complete, read_state
 from paravt_ray.learner.rows import build_rows, set_advantages
 from paravt_ray.rewards.actor import RewardPool
 from paravt_ray.rollout.canary import canary_row, check_canary
-from paravt_ray.rollout.fleet import GeneratorFleet
+from paravt_ray.rollout.fleet import Batch, GeneratorFleet
 from paravt_ray.rollout.frames import crop_pool
 from paravt_ray.rollout.gating import draw_frame_budget
 from paravt_ray.rollout.spec import GroupSpec
@@ -78,6 +80,10 @@ class Trainer:
         self.chat = Chat.from_pretrained(model)
         self.version = 0
         """Steps done, and the version of the weights that the learner holds after them."""
+        self.asked = 0
+        """The last step whose prompts were handed out."""
+        self.ahead: deque[tuple[Batch, dict[str, Any]]] = deque()
+        """Steps that are rolled out, oldest first, each with the data position behind its prompts."""
         self.seconds: dict[str, float] = {}
         self._stack = ExitStack()
 
@@ -88,7 +94,7 @@ class Trainer:
             if checkpoint is not None:
                 state = read_state(checkpoint)
                 self.stream.restore(state["stream"])
-                self.version = int(state["step"])
+                self.version = self.asked = int(state["step"])
             self.run_dir.rewind(self.version)
             mlflow = stack.enter_context(MlflowLogger(self.run_dir, self.config))
             self.tracker = Tracker(self.run_dir, self.progress, mlflow)
@@ -123,7 +129,9 @@ class Trainer:
 
         # 1. The next prompts, each with its overview budget K, go to the generators; whole groups come back.
         with self.stage("rollout"):
-            groups = self.fleet.rollout(self.prompts(step))
+            self.ask_ahead(step)
+            batch, position = self.ahead.popleft()
+            groups = batch.all()
 
         # 2. Every episode is scored from its execution records; groups that lost too many are left out.
         with self.stage("reward"):
@@ -151,7 +159,15 @@ class Trainer:
         self.tracker.log_step(step, metrics, groups)
         every = self.config.trainer.save_every
         if step == self.config.trainer.steps or (every and step % every == 0):
-            self.save(step)
+            self.save(step, position)
+
+    def ask_ahead(self, step: int) -> None:
+        """Hand out the prompts of this step and of as many later ones as `rollout.staleness` allows."""
+        last = min(step + self.config.rollout.staleness, self.config.trainer.steps)
+        while self.asked < last:
+            self.asked += 1
+            batch = self.fleet.submit(self.prompts(self.asked))
+            self.ahead.append((batch, self.stream.state()))
 
     def prompts(self, step: int) -> list[GroupSpec]:
         """What the generators are asked for in one step."""
@@ -214,10 +230,10 @@ class Trainer:
             found = evaluate(self.fleet, held_out, self.config, tag=f"eval/{self.version}")
         return {f"eval/{name}": value for name, value in found.flat().items()}
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint from which `trainer.resume=auto` goes on."""
+    def save(self, step: int, position: dict[str, Any]) -> None:
+        """Write a checkpoint from which `trainer.resume=auto` goes on, with the prompts after `position`."""
         with self.stage("checkpoint"):
-            state = {"step": step, "stream": self.stream.state()}
+            state = {"step": step, "stream": position}
             self.learner.save(self.run_dir.checkpoint(step), state, self.config.trainer.keep_checkpoints)
 
     @contextmanager

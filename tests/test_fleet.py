@@ -475,10 +475,10 @@ def test_a_generator_restarted_while_its_weights_are_replaced_waits_for_the_next
 def test_a_push_during_rollouts_reaches_everyone_and_loses_nothing() -> None:
     script = Script(group=lambda fake, spec: 0.01)
     with running(script, make_config()) as fleet:
-        fleet.submit(make_specs(30))
+        batch = fleet.submit(make_specs(30))
         for version in (1, 2, 3):
             fleet.push_weights(make_push(version))
-        groups = fleet.collect(30)
+        groups = batch.collect(30)
     assert len({group.group_id for group in groups}) == 30
     assert {fake.version for fake in script.made} == {3}
 

@@ -380,11 +380,11 @@ def test_a_killed_generator_takes_its_engine_along_and_its_successor_serves_the_
         fleet.push_weights(publish(reference.parameters(), 9))
         family = [psutil.Process(info.pid), *psutil.Process(info.pid).children(recursive=True)]
         assert any("EngineCore" in process.name() for process in family)
-        fleet.submit(specs)
+        batch = fleet.submit(specs)
         time.sleep(0.3)
         os.kill(info.pid, signal.SIGKILL)
         assert not psutil.wait_procs(family, timeout=10)[1]
-        groups = fleet.collect(len(specs))
+        groups = batch.collect(len(specs))
         assert fleet.status()[0].restarts == 1
         (run,) = fleet.canary()
         row = canary_row(run)

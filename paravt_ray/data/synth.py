@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from paravt_ray.data.synth_drills import drill_trace
 from paravt_ray.data.synth_questions import KINDS, Question, draw_question, overview_times, seen_at
 from paravt_ray.data.synth_traces import Message, Style, caption_trace, main_trace, subagent_trace
 from paravt_ray.data.synth_video import Clip, plan_clip, write_clip
@@ -29,8 +30,9 @@ FRAME_BUDGETS = (4, 8, 16, 32, 64)
 BUDGET_ODDS = (0.30, 0.22, 0.20, 0.16, 0.12)
 """Shares of the overview budgets in the conversations: small ones are cheap, and the hard case."""
 SUBAGENT_SHARE = 0.35
-CAPTION_SHARE = 0.2
-"""Of the prior's conversations."""
+DRILL_SHARE = 0.5
+CAPTION_SHARE = 0.05
+"""Of the prior's conversations: exercises in reading, and plain descriptions."""
 CAPTION_FRAMES = (12, 16, 24)
 MOST_CLIPS = 1000
 """Clips are named by three digits."""
@@ -111,11 +113,15 @@ def draw_questions(clips: Sequence[Clip], per_clip: int, seed: Sequence[int]) ->
 
 
 def draw_conversations(clips: Sequence[Clip], style: Style, count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
-    """Conversations of main agents and sub-agents about random clips; the `code` style has captions among them."""
+    """Conversations of main agents and sub-agents about random clips; in the `code` style also drills and captions."""
     rng = np.random.default_rng(list(seed))
     for _ in range(count):
         clip = clips[int(rng.integers(len(clips)))]
-        if style == "code" and rng.random() < CAPTION_SHARE:
+        lot = rng.random() if style == "code" else 1.0
+        if lot < DRILL_SHARE:
+            yield drill_trace(rng)
+            continue
+        if lot < DRILL_SHARE + CAPTION_SHARE:
             yield caption_trace(clip, int(rng.choice(CAPTION_FRAMES)), rng)
             continue
         question = draw_question(clip, KINDS[int(rng.integers(len(KINDS)))], rng)

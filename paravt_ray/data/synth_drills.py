@@ -11,10 +11,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paravt_ray.data.synth_questions import LETTERS, span
+from paravt_ray.data.synth_traces import Message, text_message
 from paravt_ray.data.synth_video import COLOURS, GRID_SECONDS, Window
 
 LATEST = 600
 """Seconds."""
+
+
+def drill_trace(rng: np.random.Generator) -> list[Message]:
+    """One exercise as a conversation."""
+    request, reply = draw_drill(rng)
+    return [text_message("user", request), text_message("assistant", reply)]
 
 
 def draw_drill(rng: np.random.Generator) -> tuple[str, str]:

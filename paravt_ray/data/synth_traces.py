@@ -64,7 +64,7 @@ def video_part(clip: Clip, fragment: str) -> dict[str, Any]:
 def main_prompt(question: Question, frames: int) -> list[Message]:
     """The main agent's prompt, as `chat.main_messages` renders it from the frames themselves."""
     user = [video_part(question.clip, f"frames={frames}"), text_part(f"\n{question.text}")]
-    return [_message("system", MAIN_SYSTEM), {"role": "user", "content": user}]
+    return [text_message("system", MAIN_SYSTEM), {"role": "user", "content": user}]
 
 
 def subagent_trace(question: Question, window: Window) -> list[Message]:
@@ -72,9 +72,9 @@ def subagent_trace(question: Question, window: Window) -> list[Message]:
     crop = video_part(question.clip, f"t={window[0]},{window[1]}")
     user = [crop, text_part(subagent_question(question.text, window))]
     return [
-        _message("system", SUBAGENT_SYSTEM),
+        text_message("system", SUBAGENT_SYSTEM),
         {"role": "user", "content": user},
-        _message("assistant", summary(question.clip, window)),
+        text_message("assistant", summary(question.clip, window)),
     ]
 
 
@@ -105,7 +105,7 @@ def caption_trace(clip: Clip, frames: int, rng: np.random.Generator) -> list[Mes
         seen = {event: [time for time in times if event.start <= time < event.end] for event in clip.events}
         lines = [f"{event.colour} from {t[0]:.1f} to {t[-1]:.1f}" for event, t in seen.items() if t] or ["nothing"]
     user = [video_part(clip, f"frames={frames}"), text_part(f"\n{ask}")]
-    return [{"role": "user", "content": user}, _message("assistant", "\n".join(lines))]
+    return [{"role": "user", "content": user}, text_message("assistant", "\n".join(lines))]
 
 
 def _shown(clip: Clip, time: float) -> str:
@@ -171,7 +171,7 @@ class _Writer:
         forced = not first or self.rng.random() < FORCED_ODDS
         self.known |= {w: self._colour(w) for w in called if w not in failed}
         replies = [self._reply(window, window in failed) for window in called]
-        user = _message("user", "\n".join(replies) + (f"\n{FORCE_ANSWER}" if forced else ""))
+        user = text_message("user", "\n".join(replies) + (f"\n{FORCE_ANSWER}" if forced else ""))
         if self._found():
             return [user, self._answer(self._final_thought(), self._final_answer())]
         if forced or not failed:
@@ -219,7 +219,7 @@ class _Writer:
                     f"{THINK_PREFIX}{thought}\n</think>\nAnswer: {answer}",
                 )
             )
-        return _message("assistant", text)
+        return text_message("assistant", text)
 
     def _calls(self, thought: str, windows: Sequence[Window]) -> Message:
         name = self.question.clip.name
@@ -227,11 +227,11 @@ class _Writer:
             lines = [f'{TOOL_NAME}(video_path="{name}", start_time={a}, end_time={b})' for a, b in windows]
             calls = [f"<tool_code>\n{line}\n</tool_code>" for line in lines]
             close = self._any(("", "</think>\n"))
-            return _message("assistant", f"{THINK_PREFIX}{thought}\n{close}" + "\n".join(calls))
+            return text_message("assistant", f"{THINK_PREFIX}{thought}\n{close}" + "\n".join(calls))
         arguments = [{"video_path": name, "start_time": a, "end_time": b} for a, b in windows]
         objects = [json.dumps({"name": TOOL_NAME, "arguments": argument}) for argument in arguments]
         calls = [f"<tool_call>\n{line}\n</tool_call>" for line in objects]
-        return _message("assistant", f"{THINK_PREFIX}{thought}\n</think>\n" + "\n".join(calls))
+        return text_message("assistant", f"{THINK_PREFIX}{thought}\n</think>\n" + "\n".join(calls))
 
     def _any(self, items: Sequence[Any]) -> Any:
         return items[int(self.rng.integers(len(items)))]
@@ -241,5 +241,6 @@ def _response(text: str) -> str:
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
-def _message(role: str, text: str) -> Message:
+def text_message(role: str, text: str) -> Message:
+    """A message of text alone."""
     return {"role": role, "content": [text_part(text)]}

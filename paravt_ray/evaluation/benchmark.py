@@ -9,17 +9,15 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from rich.progress import track
 
 from paravt_ray.chat import Chat
 from paravt_ray.cluster import connected
 from paravt_ray.config import Config, model_directory
-from paravt_ray.episode import Group
 from paravt_ray.evaluation.export import write_samples
 from paravt_ray.evaluation.results import Owner, ResultFile, owner_of, question_key, read_results
 from paravt_ray.evaluation.splits import SCHEMAS, Question, read_split
@@ -32,18 +30,6 @@ from paravt_ray.tracking.logs import log_to_file
 from paravt_ray.tracking.run_dir import replace_file
 
 logger = logging.getLogger(__name__)
-
-
-class Fleet(Protocol):
-    """What is asked of the generators."""
-
-    def submit(self, specs: Iterable[GroupSpec]) -> None:
-        """Hand out prompts without waiting for their groups."""
-        ...
-
-    def collect(self, count: int) -> list[Group]:
-        """Wait for that many of the submitted groups, as they are finished."""
-        ...
 
 
 def run(config: Config) -> int:
@@ -93,7 +79,7 @@ def as_evaluated(config: Config) -> Config:
 
 
 @contextmanager
-def started_fleet(config: Config, chat: Chat, logs: Path) -> Iterator[Fleet]:
+def started_fleet(config: Config, chat: Chat, logs: Path) -> Iterator[GeneratorFleet]:
     """The cluster, the crop service and the generators, for the length of the block."""
     logs.mkdir(parents=True, exist_ok=True)
     log_to_file(logs)
@@ -107,7 +93,9 @@ def started_fleet(config: Config, chat: Chat, logs: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-def ask(questions: Sequence[Question], config: Config, fleet: Fleet, file: ResultFile, owner: Owner) -> Counter[str]:
+def ask(
+    questions: Sequence[Question], config: Config, fleet: GeneratorFleet, file: ResultFile, owner: Owner
+) -> Counter[str]:
     """Ask questions, write each result as it comes, and return what failed, by kind."""
     failures: Counter[str] = Counter()
     asked: dict[str, Question] = {}
@@ -116,9 +104,9 @@ def ask(questions: Sequence[Question], config: Config, fleet: Fleet, file: Resul
             asked[f"eval/{len(asked)}"] = question
         else:
             failures["video missing"] += 1
-    fleet.submit([_spec(group_id, question, config) for group_id, question in asked.items()])
+    batch = fleet.submit([_spec(group_id, question, config) for group_id, question in asked.items()])
     for _ in track(asked, description=config.eval.split):
-        (group,) = fleet.collect(1)
+        (group,) = batch.collect(1)
         question = asked[group.group_id]
         for reason in group.failures:
             logger.warning("Sample %s failed: %s", question.sample.sample_id, reason)

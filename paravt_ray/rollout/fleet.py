@@ -11,8 +11,9 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,6 +55,43 @@ class MemberStatus:
     """Why it is suspect, dead or retired."""
 
 
+class Batch:
+    """Groups that were asked for together. Several batches may be under way; none gets another one's groups."""
+
+    def __init__(self, specs: Sequence[GroupSpec], silence_s: float) -> None:
+        """`silence_s`: seconds without any group after which a healthy fleet would have delivered one."""
+        self._specs = list(specs)
+        self._silence_s = silence_s
+        self._results: queue.SimpleQueue[Group | FleetError] = queue.SimpleQueue()
+        self.deliver: Callable[[Group | FleetError], None] = self._results.put
+
+    def collect(self, count: int) -> list[Group]:
+        """Wait for that many of the groups, as they are finished.
+
+        Raises:
+            FleetError: no generator is left, or nothing comes back any more.
+        """
+        groups: list[Group] = []
+        while len(groups) < count:
+            try:
+                result = self._results.get(timeout=self._silence_s)
+            except queue.Empty as error:
+                raise FleetError(f"No group came back for {self._silence_s:g} s.") from error
+            if isinstance(result, FleetError):
+                raise result
+            groups.append(result)
+        return groups
+
+    def all(self) -> list[Group]:
+        """Wait for all groups and return them in the order in which they were asked for.
+
+        Raises:
+            FleetError: as `collect`.
+        """
+        groups = {group.group_id: group for group in self.collect(len(self._specs))}
+        return [groups[spec.group_id] for spec in self._specs]
+
+
 class GeneratorFleet:
     """Use as a context manager: entering starts all generators, without waiting; leaving ends them."""
 
@@ -70,7 +108,7 @@ class GeneratorFleet:
         """
         self._config = config
         self._start = start or _on_ray(config, pool, log_dir)
-        self._results: queue.SimpleQueue[Group | FleetError] = queue.SimpleQueue()
+        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="generator-fleet", daemon=True)
         self._jobs: deque[Job] = deque()
@@ -111,35 +149,18 @@ class GeneratorFleet:
         Raises:
             FleetError: no generator is left, or nothing comes back any more.
         """
-        self.submit(specs)
-        groups = {group.group_id: group for group in self.collect(len(specs))}
-        return [groups[spec.group_id] for spec in specs]
+        return self.submit(specs).all()
 
-    def submit(self, specs: Iterable[GroupSpec]) -> None:
-        """Hand out prompts without waiting for their groups."""
+    def submit(self, specs: Sequence[GroupSpec]) -> Batch:
+        """Hand out prompts without waiting for their groups. Earlier batches are served first."""
         self.wait_started()
-        self._loop.call_soon_threadsafe(self._take_on, [Job(spec) for spec in specs])
-
-    def collect(self, count: int) -> list[Group]:
-        """Wait for that many of the submitted groups, as they are finished.
-
-        Raises:
-            FleetError: no generator is left, or nothing comes back any more.
-        """
         rollout = self._config.rollout
         # The longest that a healthy fleet can be silent: a generator dies at its group's deadline, and its successor
         # starts, loads the weights and takes as long again.
         silence_s = 4 * rollout.episode_timeout_s + rollout.start_timeout_s + rollout.push_timeout_s + 4 * GRACE_S
-        groups: list[Group] = []
-        while len(groups) < count:
-            try:
-                result = self._results.get(timeout=silence_s)
-            except queue.Empty as error:
-                raise FleetError(f"No group came back for {silence_s:g} s. {self._summary()}") from error
-            if isinstance(result, FleetError):
-                raise result
-            groups.append(result)
-        return groups
+        batch = Batch(specs, silence_s)
+        self._loop.call_soon_threadsafe(self._take_on, batch, [Job(spec, batch.deliver) for spec in specs])
+        return batch
 
     def push_weights(self, push: Push) -> float:
         """Have every generator load a version, and every one that is (re)started later before it takes work.
@@ -176,7 +197,7 @@ class GeneratorFleet:
 
     def finished(self, job: Job, group: Group) -> None:
         """Deliver a group."""
-        self._results.put(group)
+        job.deliver(group)
         self._hand_out()
 
     def failed(self, job: Job, reason: str) -> None:
@@ -188,18 +209,20 @@ class GeneratorFleet:
             self._jobs.appendleft(job)
         else:
             failures = [f"generator: {reason}"] * spec.group_size
-            self._results.put(Group(spec.group_id, spec.sample, spec.frame_budget, [], failures))
+            job.deliver(Group(spec.group_id, spec.sample, spec.frame_budget, [], failures))
         self._hand_out()
 
     def changed(self) -> None:
         """Go on handing out; report where that can never happen again."""
         self._hand_out()
         if all(life.done() or not member.health.alive for life, member in zip(self._lives, self._members, strict=True)):
-            self._results.put(FleetError(f"No generator is left. {self._summary()}"))
+            for batch in self._batches:
+                batch.deliver(FleetError(f"No generator is left. {self._summary()}"))
 
     # ---- in the loop's thread --------------------------------------------------------------------------------------
 
-    def _take_on(self, jobs: list[Job]) -> None:
+    def _take_on(self, batch: Batch, jobs: list[Job]) -> None:
+        self._batches.add(batch)
         self._jobs.extend(jobs)
         self.changed()
 

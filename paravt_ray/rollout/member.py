@@ -35,6 +35,8 @@ class Job:
     """A group to be rolled out, delivered exactly once however many generators die over it."""
 
     spec: GroupSpec
+    deliver: Callable[[Group], None]
+    """Takes the finished group."""
     failures: list[str] = field(default_factory=list)
     """A reason for each attempt that failed."""
 
