@@ -181,9 +181,12 @@ class LearnerConfig:
     """The DeepSpeed learner."""
 
     ranks: int = 1
-    zero_stage: int = 0
+    zero_stage: int = 2
+    """DeepSpeed ZeRO, what is spread over ranks: 1 the optimizer state, 2 gradients too, 3 weights too; 0 nothing."""
     offload_optimizer: bool = False
+    """Keep the optimizer state in the CPU's memory and make its step there."""
     activation_checkpointing: bool = False
+    """Keep each layer's inputs only and compute its activations again in the backward pass."""
     lr: float = 2e-6
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0; afterwards the rate is constant (or `schedule`)."""
@@ -233,6 +236,8 @@ class TrainerConfig:
     """Steps between held-out evaluations; 0 evaluates only before and after."""
     eval_samples: int = 0
     """Held-out samples of one evaluation; 0 takes all."""
+    eval_budgets: list[int] = field(default_factory=list)
+    """Frame budgets K at each of which every held-out sample is asked; empty for the one that training would use."""
     step_timeout_s: float = 3600.0
 
 
@@ -263,6 +268,22 @@ class EvalConfig:
     results: str = "outputs/eval"
     """Folder for results, tables and samples for lmms-eval. What it holds of the same model, protocol and question is
     not asked again."""
+
+
+@dataclass
+class ParadoxConfig:
+    """The comparison of the method's parts (`paravt paradox`)."""
+
+    seeds: int = 3
+    """Runs of each arm, with the seeds from `trainer.seed` on."""
+    weak_model: str = ""
+    """Checkpoint with a weak tool prior, for the contrast with `model.path`; empty leaves the contrast out."""
+    prompts: int = 24
+    """Questions that the cold start is measured on at each frame budget and at each temperature."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0, 1.3])
+    """Temperatures at which it is counted how many closing tags survive; 0 is greedy."""
+    output: str = "outputs/paradox/comparison"
+    """Folder for the figures, the tables, and the records that they are drawn from."""
 
 
 @dataclass
@@ -300,6 +321,7 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    paradox: ParadoxConfig = field(default_factory=ParadoxConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -399,6 +421,8 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "eval.mcq_answer_tokens": (1, None),
     "eval.other_answer_tokens": (1, None),
     "eval.samples": (0, None),
+    "paradox.seeds": (1, 10),
+    "paradox.prompts": (1, None),
     "cluster.cpus": (0, None),
     "cluster.object_store_gb": (0.1, None),
 }
@@ -470,6 +494,12 @@ def check_config(config: Config) -> None:
     budgets = config.rollout.frame_budgets
     if not budgets or min(budgets) < 1:
         raise ConfigError(f"rollout.frame_budgets is {budgets}, but must hold frame counts of at least 1.")
+    if min(config.trainer.eval_budgets, default=1) < 1:
+        raise ConfigError(
+            f"trainer.eval_budgets is {config.trainer.eval_budgets}, but must hold frame counts of at least 1."
+        )
+    if min(config.paradox.temperatures, default=0.0) < 0:
+        raise ConfigError(f"paradox.temperatures is {config.paradox.temperatures}, but must hold values of at least 0.")
     if config.rollout.min_group_size > config.rollout.group_size:
         raise ConfigError(
             f"rollout.min_group_size is {config.rollout.min_group_size}, more than rollout.group_size "
@@ -480,6 +510,13 @@ def check_config(config: Config) -> None:
             "algorithm.kl_estimator=k1 has no effect with algorithm.kl_placement=loss (its gradient is 0 in "
             "expectation); use k2 or k3, or place it in the reward."
         )
+    if config.learner.zero_stage == 0 and config.model.dtype == "bfloat16":
+        raise ConfigError(
+            "learner.zero_stage=0 with model.dtype=bfloat16 would add up gradients in bfloat16; "
+            "set learner.zero_stage to 1, 2 or 3, which keep them in float32."
+        )
+    if config.learner.zero_stage == 0 and config.learner.offload_optimizer:
+        raise ConfigError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3.")
     if config.rollout.top_p < 1.0:
         raise ConfigError(
             "rollout.top_p below 1 cuts the distribution that log-probs are taken from, which the learner "

@@ -223,11 +223,12 @@ class Trainer:
         }
 
     def evaluate(self, held_out: Sequence[Sample]) -> dict[str, float]:
-        """Ask every held-out question once, greedily, at its own K; nothing is learned from it. Named `eval/...`."""
+        """Ask every held-out question greedily at its K (`trainer.eval_budgets`); nothing is learned. `eval/...`."""
         if not held_out:
             return {}
+        budgets = self.config.trainer.eval_budgets or None
         with self.stage("evaluation", f"{len(held_out)} held-out questions"):
-            found = evaluate(self.fleet, held_out, self.config, tag=f"eval/{self.version}")
+            found = evaluate(self.fleet, held_out, self.config, budgets, tag=f"eval/{self.version}")
         return {f"eval/{name}": value for name, value in found.flat().items()}
 
     def save(self, step: int, position: dict[str, Any]) -> None:

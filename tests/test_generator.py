@@ -269,11 +269,10 @@ def test_a_push_in_the_middle_of_turns_switches_them_over_cleanly(rig: Rig) -> N
     """Each token's log-prob is that of the old weights up to some point and that of the new ones from there on."""
     frames = make_frames(4, 64, 64, seed=2)
     old = rig.version
-    refs = rig.start([rig.prompt(frames)] * 6, 400, seed=50)
-    wait_until(lambda: rig.unfinished() == 6)
-    time.sleep(0.4)
     under_old = Reference(Path(rig.config.model.path))
     under_old.model.load_state_dict(rig.reference.model.state_dict())
+    refs = rig.start([rig.prompt(frames)] * 6, 900, seed=50)
+    rig.generate([rig.prompt([])], 4)  # came after the six: when it is done, they have begun
     rig.reference.change(seed=2)
     rig.load(rig.push())
     switched = 0

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from paravt_ray.bench._table import Row, machine, say, show
+from paravt_ray.bench._workload import links, write_film
 from tool_workers import CropPool
 
 ROUNDS = 3
@@ -42,33 +43,18 @@ class Window:
     end: float
 
 
-@dataclass(frozen=True)
-class BenchRow:
-    """One comparison, in crops per second."""
-
-    workload: str
-    ours: float
-    peer_name: str
-    peer: float
-    goal: float
-    """Smallest ratio that counts as reached."""
-
-    @property
-    def ratio(self) -> float:
-        """Ours over the peer's."""
-        return self.ours / self.peer
-
-
 def main() -> int:
     """Measure and print a table; 1 where a goal was missed."""
-    rows = bench_crop(workers=max(1, (os.cpu_count() or 2)))
-    print(f"{'workload':44} {'ours/s':>8} {'peer/s':>8} {'ratio':>6} {'goal':>5}  peer")
-    for row in rows:
-        print(f"{row.workload:44} {row.ours:8.1f} {row.peer:8.1f} {row.ratio:6.2f} {row.goal:5.1f}  {row.peer_name}")
-    return int(any(row.ratio < row.goal for row in rows))
+    workers = max(1, (os.cpu_count() or 2))
+    settings = [
+        machine("decord", "av", "qwen-vl-utils"),
+        f"Clips of {CLIP_S} s, 640x360, H.264, a keyframe every 10 s; up to {MAX_FRAMES} frames a crop at {FPS:g} a "
+        f"second; {workers} processes on either side; median of {ROUNDS} rounds.",
+    ]
+    return show(bench_crop(workers), settings)
 
 
-def bench_crop(workers: int) -> list[BenchRow]:
+def bench_crop(workers: int) -> list[Row]:
     """Measure the group workload and unique windows with `workers` processes on either side."""
     import ray
 
@@ -77,8 +63,8 @@ def bench_crop(workers: int) -> list[BenchRow]:
     try:
         with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(workers, mp_context=context) as processes:
             clip = Path(folder) / "clip.mp4"
-            _say(f"Encoding a clip: {CLIP_S} s, 640x360, H.264, a keyframe every 10 s ...")
-            _write_clip(clip)
+            say("Encoding a clip ...")
+            write_film(clip, CLIP_S)
             list(processes.map(_fetch, _unique(clip, "warm", 1)[: 2 * workers]))  # imports
             pool = CropPool(workers=workers, num_cpus=1)
             with asyncio.Runner() as runner:
@@ -87,14 +73,14 @@ def bench_crop(workers: int) -> list[BenchRow]:
         ray.shutdown()
 
 
-def _measure(clip: Path, pool: CropPool, runner: asyncio.Runner, processes: ProcessPoolExecutor) -> list[BenchRow]:
+def _measure(clip: Path, pool: CropPool, runner: asyncio.Runner, processes: ProcessPoolExecutor) -> list[Row]:
     at_once: list[float] = []
     one_by_one: list[float] = []
     fetched: list[float] = []
     unique: list[float] = []
     bare: list[float] = []
     for index in range(ROUNDS):
-        _say(f"Round {index + 1} of {ROUNDS} ...")
+        say(f"Round {index + 1} of {ROUNDS} ...")
         group = _groups(clip, f"group{index}")
         at_once.append(_rate(group, lambda w: runner.run(_all_at_once(pool, w))))
         one_by_one.append(_rate(_groups(clip, f"late{index}"), lambda w: runner.run(_rollout_by_rollout(pool, w))))
@@ -105,9 +91,9 @@ def _measure(clip: Path, pool: CropPool, runner: asyncio.Runner, processes: Proc
     names = "qwen_vl_utils.fetch_video", "bare decode loop (PyAV)"
     shape = f"{ROLLOUTS} rollouts x {WINDOWS} windows x {CLIPS} clips"
     return [
-        BenchRow(f"{shape}, at once", _median(at_once), names[0], _median(fetched), 5.0),
-        BenchRow(f"{shape}, in turn", _median(one_by_one), names[0], _median(fetched), 5.0),
-        BenchRow(f"{len(single)} unique windows", _median(unique), names[1], _median(bare), 0.9),
+        Row(f"{shape}, at once", _median(at_once), _median(fetched), names[0], 5.0, "crops/s"),
+        Row(f"{shape}, in turn", _median(one_by_one), _median(fetched), names[0], 5.0, "crops/s"),
+        Row(f"{len(single)} unique windows", _median(unique), _median(bare), names[1], 0.9, "crops/s"),
     ]
 
 
@@ -120,18 +106,11 @@ def _rate(windows: Sequence[Window], work: Callable[[Sequence[Window]], object])
     return len(windows) / (time.perf_counter() - started)
 
 
-def _copies(clip: Path, name: str, count: int) -> list[str]:
-    paths = [clip.with_name(f"{name}-{i}.mp4") for i in range(count)]
-    for path in paths:
-        os.link(clip, path)
-    return [str(path) for path in paths]
-
-
 def _groups(clip: Path, name: str) -> list[Window]:
     """The calls of one group for each clip: rollout after rollout, window for window nearly the same."""
     rng = random.Random(name)
     windows = []
-    for video in _copies(clip, name, CLIPS):
+    for video in links(clip, name, CLIPS):
         anchors = [rng.uniform(2, CLIP_S - 18) for _ in range(WINDOWS)]
         for _ in range(ROLLOUTS):
             for anchor in anchors:
@@ -144,7 +123,7 @@ def _unique(clip: Path, name: str, copies: int) -> list[Window]:
     """Windows of 10 s, each in another group of pictures, no two alike."""
     rng = random.Random(name)
     starts = [10 * k + rng.uniform(0, 4) for k in range(CLIP_S // 10 - 1)]
-    windows = [Window(video, start, start + 10) for video in _copies(clip, name, copies) for start in starts]
+    windows = [Window(video, start, start + 10) for video in links(clip, name, copies) for start in starts]
     rng.shuffle(windows)
     return windows
 
@@ -195,28 +174,3 @@ def _decode(window: Window) -> int:
                 if taken == min(len(times), MAX_FRAMES):
                     break
     return taken
-
-
-def _write_clip(path: Path) -> None:
-    """A camera panning over a textured ground, with sensor noise: costs as much to decode as an ordinary film."""
-    import av
-
-    width, height, rate = 640, 360, 25
-    rng = np.random.default_rng(0)
-    coarse = rng.integers(40, 216, size=(height // 4, width // 4)).repeat(8, axis=0).repeat(8, axis=1)
-    ground = (coarse + rng.integers(-20, 20, size=coarse.shape)).clip(0, 255).astype(np.uint8)
-    noise = rng.integers(0, 8, size=(8, height, width), dtype=np.uint8)
-    with av.open(str(path), "w") as container:
-        stream: Any = container.add_stream("libx264", rate=rate, options={"g": "250", "crf": "23", "preset": "fast"})
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for i in range(CLIP_S * rate):
-            x, y = int(width / 2 * (1 + np.sin(i / 60))), int(height / 2 * (1 + np.cos(i / 85)))
-            grey = np.minimum(ground[y : y + height, x : x + width], 247) + noise[i % 8]
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(grey), format="gray")
-            frame.pts = i
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

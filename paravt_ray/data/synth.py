@@ -1,7 +1,7 @@
 """`paravt data synth`: a synthetic long-video task, small enough to learn on two cores.
 
 Written into one folder: the clips, questions for reinforcement learning (`train.parquet`, `valid.parquet`), and
-conversations for the supervised cold start (`sft_prior.parquet`, `sft_train.parquet`, `sft_valid.parquet`).
+conversations for the supervised cold start (`sft_drills.parquet`, `sft_prior.parquet`, `sft_train.parquet`, `sft_valid.parquet`).
 Training and held-out rows are about different clips. Everything follows from the seed.
 """
 
@@ -30,7 +30,7 @@ FRAME_BUDGETS = (4, 8, 16, 32, 64)
 BUDGET_ODDS = (0.30, 0.22, 0.20, 0.16, 0.12)
 """Shares of the overview budgets in the conversations: small ones are cheap, and the hard case."""
 SUBAGENT_SHARE = 0.35
-DRILL_SHARE = 0.5
+DRILL_SHARE = 0.27
 CAPTION_SHARE = 0.05
 """Of the prior's conversations: exercises in reading, and plain descriptions."""
 CAPTION_FRAMES = (12, 16, 24)
@@ -45,6 +45,7 @@ class SynthSizes:
     train_clips: int = 64
     valid_clips: int = 24
     questions_per_clip: int = 8
+    drill_conversations: int = 2000
     prior_conversations: int = 4000
     sft_conversations: int = 2000
     valid_conversations: int = 200
@@ -94,6 +95,7 @@ def synthesize(out_dir: Path, seed: int = 0, sizes: SynthSizes | None = None) ->
         "valid": draw_questions(valid, sizes.questions_per_clip, seed=[seed, 2]),
     }
     conversations = {
+        "sft_drills": draw_drills(sizes.drill_conversations, seed=[seed, 6]),
         "sft_prior": draw_conversations(train, "code", sizes.prior_conversations, seed=[seed, 3]),
         "sft_train": draw_conversations(train, "json", sizes.sft_conversations, seed=[seed, 4]),
         "sft_valid": draw_conversations(valid, "json", sizes.valid_conversations, seed=[seed, 5]),
@@ -110,6 +112,12 @@ def draw_questions(clips: Sequence[Clip], per_clip: int, seed: Sequence[int]) ->
     """Questions about each clip, all kinds in turn."""
     rng = np.random.default_rng(list(seed))
     return [draw_question(clip, KINDS[i % len(KINDS)], rng) for clip in clips for i in range(per_clip)]
+
+
+def draw_drills(count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
+    """Exercises in reading, without a video."""
+    rng = np.random.default_rng(list(seed))
+    return (drill_trace(rng) for _ in range(count))
 
 
 def draw_conversations(clips: Sequence[Clip], style: Style, count: int, seed: Sequence[int]) -> Iterator[list[Message]]:

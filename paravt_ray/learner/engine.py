@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paravt_ray.config import Config, ConfigError
+from paravt_ray.config import Config
 from paravt_ray.learner.batching import MicroBatch
 from paravt_ray.learner.policy import Policy
 
@@ -54,20 +54,9 @@ def init_distributed(rank: int, ranks: int, rendezvous: str, timeout_s: float) -
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:
-    """DeepSpeed's configuration. Gradient accumulation is ours: `backward` adds up, `step` reduces and applies.
-
-    Raises:
-        ConfigError: for bfloat16 without ZeRO, where DeepSpeed would add up gradients in bfloat16.
-    """
-    learner, bf16 = config.learner, config.model.dtype == "bfloat16"
-    if bf16 and learner.zero_stage == 0:
-        raise ConfigError(
-            "learner.zero_stage=0 with model.dtype=bfloat16 would add up gradients in bfloat16: "
-            "set learner.zero_stage to 1, 2 or 3, which keep them in float32."
-        )
-    if learner.offload_optimizer and learner.zero_stage == 0:
-        raise ConfigError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3.")
-    zero: dict[str, Any] = {"stage": learner.zero_stage, "overlap_comm": False}
+    """DeepSpeed's configuration. Gradient accumulation is ours: `backward` adds up, `step` reduces and applies."""
+    learner = config.learner
+    zero: dict[str, Any] = {"stage": learner.zero_stage}
     if learner.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
@@ -76,7 +65,7 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
         "managed_gradient_accumulation": False,
         # Without ZeRO DeepSpeed does not report the norm that it clips by: `Engine` clips there itself.
         "gradient_clipping": learner.grad_clip if learner.zero_stage else 0.0,
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

@@ -31,20 +31,29 @@ class Line:
     css: str
     label: str
     points: Points
+    band: tuple[Points, Points] | None = None
+    """Lower and upper edge of a band around the curve, at the curve's steps."""
+
+    def thinned(self, most: int) -> Line:
+        """The same with at most `most` points."""
+        band = (in_buckets(self.band[0], most), in_buckets(self.band[1], most)) if self.band else None
+        return Line(self.css, self.label, in_buckets(self.points, most), band)
 
 
 def line_chart(title: str, lines: Sequence[Line], steps: Range) -> str:
-    """Curves over steps: values thin, where there are many with their moving mean on top.
+    """Curves over steps: values thin, where there are many with their moving mean on top; bands below all of them.
 
     Args:
         title: for those who do not see the drawing.
         lines: at least one with points.
         steps: first and last step of the axis.
     """
-    thinned = [Line(line.css, line.label, in_buckets(line.points, MOST_POINTS)) for line in lines if line.points]
-    ticks = nice_ticks(*_value_range([value for line in thinned for _, value in line.points]))
+    thinned = [line.thinned(MOST_POINTS) for line in lines if line.points]
+    drawn = [points for line in thinned for points in (line.points, *(line.band or ()))]
+    ticks = nice_ticks(*_value_range([value for points in drawn for _, value in points]))
     values = ticks[0], ticks[-1]
-    marks = [mark for line in thinned for mark in _curve(line, steps, values)]
+    marks = [_band(line, *line.band, steps, values) for line in thinned if line.band]
+    marks += [mark for line in thinned for mark in _curve(line, steps, values)]
     spoken = "; ".join(
         f"{line.label}: {format_value(line.points[0][1])} at step {line.points[0][0]}, "
         f"{format_value(line.points[-1][1])} at step {line.points[-1][0]}"
@@ -62,7 +71,7 @@ def bar_chart(title: str, layers: Sequence[Line], steps: Range, top: float) -> s
         steps: first and last step of the axis.
         top: largest sum of the layers.
     """
-    layers = [Line(layer.css, layer.label, in_buckets(layer.points, MOST_BARS)) for layer in layers]
+    layers = [layer.thinned(MOST_BARS) for layer in layers]
     ticks = nice_ticks(0.0, top)
     own = [step for step, _ in layers[0].points]
     distance = (own[-1] - own[0]) / max(1, len(own) - 1) or 1.0
@@ -164,6 +173,13 @@ def _curve(line: Line, steps: Range, values: Range) -> list[str]:
             for s, v in line.points
         ]
     return marks
+
+
+def _band(line: Line, low: Points, high: Points, steps: Range, values: Range) -> str:
+    """The area between the edges, which are smoothed as their curve is."""
+    reach = reach_of(len(line.points))
+    edge = [*moving_mean(low, reach), *reversed(moving_mean(high, reach))]
+    return f'<polygon class="band {line.css}" points="{_path(edge, steps, values)}"/>'
 
 
 def _path(points: Points, steps: Range, values: Range) -> str:

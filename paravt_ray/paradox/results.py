@@ -1,0 +1,98 @@
+"""A comparison as it lies on the disk, read and checked.
+
+FOLDER/runs/ARM/seed_0/{config.yaml,metrics.jsonl}    of every finished run, as `paravt train` wrote them
+FOLDER/mechanism.jsonl                                 what the cold starts do, measured before any arm was run
+FOLDER/{figure.svg,contrast.svg,tables.md}             drawn from these alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from paravt_ray.errors import InputError
+from paravt_ray.paradox.arms import ARMS, check_same, shared
+from paravt_ray.paradox.mechanism import GroupRecord, read_records
+from paravt_ray.report.source import RunData, read_run
+
+RUNS, MECHANISM_FILE = "runs", "mechanism.jsonl"
+LAST = 10
+"""Steps at the end of a run whose mean counts as where it has come to."""
+# 97.5 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom.
+_T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with the half of its 95 % interval (Student's t); None where there is only one seed."""
+
+    value: float
+    half: float | None
+
+
+@dataclass
+class Comparison:
+    """All finished runs and what was measured before them."""
+
+    runs: dict[str, list[RunData]] = field(default_factory=dict)
+    """By arm, seeds rising; arms without a finished run are left out."""
+    records: list[GroupRecord] = field(default_factory=list)
+
+    def estimate(self, arm: str, value_of: Callable[[RunData], float | None]) -> Estimate | None:
+        """A value over the arm's seeds, without those that have none; None where none has."""
+        values = [value for run in self.runs.get(arm, []) if (value := value_of(run)) is not None]
+        if not values:
+            return None
+        half = _T975[len(values) - 2] * stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        return Estimate(fmean(values), half)
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Read what is there.
+
+    Raises:
+        InputError: there is no run, a file is damaged, or the runs differ in more than what their arms switch.
+    """
+    found = Comparison()
+    for arm in ARMS:
+        directories = (folder / RUNS / arm.name).glob("seed_*")
+        runs = [read_run(path) for path in sorted(directories, key=lambda path: int(path.name.split("_")[1]))]
+        if runs:
+            found.runs[arm.name] = runs
+    if not found.runs:
+        raise InputError(f"{folder} holds no comparison: there is no {RUNS}/ARM/seed_N with a run in it.")
+    _check(found)
+    if (folder / MECHANISM_FILE).is_file():
+        found.records = read_records(folder / MECHANISM_FILE)
+    return found
+
+
+def _check(found: Comparison) -> None:
+    common: dict[str, Any] = {}
+    first = ""
+    for arm in ARMS:
+        for run in found.runs.get(arm.name, []):
+            name = f"{arm.name}/{run.name}"
+            if run.notes or not run.steps:
+                raise InputError(f"{run.path} is damaged. {' '.join(run.notes) or 'It has no steps.'}")
+            wrong = [key for key, value in arm.settings.items() if run.config.get(key) != value]
+            if wrong:
+                raise InputError(f"{run.path} is no run of its arm: {wrong[0]} is {run.config.get(wrong[0])}.")
+            own = shared(run.config, arm)
+            first = first or name
+            check_same(common, own, (first, name))
+            common = own | common
+
+
+def at_end(metric: str, *, without_zeros: bool = False) -> Callable[[RunData], float | None]:
+    """The mean of a training metric over a run's last steps."""
+
+    def value(run: RunData) -> float | None:
+        points = [v for step, v in run.series.get(metric, []) if step > max(0, run.steps[-1] - LAST)]
+        points = [v for v in points if v or not without_zeros]
+        return fmean(points) if points else None
+
+    return value
