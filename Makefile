@@ -1,6 +1,6 @@
 # Every target sets up what it needs; `make debug` and `make test` work on a fresh machine.
 .DEFAULT_GOAL := help
-.PHONY: help setup debug test lint bench mlflow up down submit
+.PHONY: help setup debug paradox test lint bench mlflow up down submit
 
 CONFIG ?= configs/debug.yaml
 ARGS ?=
@@ -16,6 +16,9 @@ setup: ## the Python environment in .venv (3 to 10 minutes once, then at once)
 
 debug: setup $(SYNTH) ## the whole loop on this machine, with a tiny model
 	$(PARAVT) train configs/debug.yaml trainer.run_dir=outputs/debug-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+paradox: setup $(SYNTH) ## the paper's comparison on this machine: hours; a look: make paradox steps=4 seeds=1
+	$(PARAVT) paradox configs/paradox.yaml $(if $(steps),steps=$(steps)) $(if $(seeds),seeds=$(seeds)) $(ARGS)
 
 $(SYNTH): | setup
 	$(PARAVT) data synth outputs/synth

@@ -72,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE.html", help="where to (default: into the first run directory)"
     )
     command("doctor", "Check versions, hardware, cluster, decoding and tokens before a run.", _doctor)
+    text = "Run the paper's arms on the synthetic task, and draw what came of its claims."
+    paradox = command("paradox", text, _paradox, config=False)
+    paradox.epilog = "`steps=4 seeds=1` is a quick look, in a folder of its own. The same command goes on where it was."
+    paradox.add_argument("--draw", type=Path, metavar="FOLDER", help="only draw again, from the records in FOLDER")
+    paradox.add_argument("config", nargs="?", default="", metavar="CONFIG.yaml", help="such as configs/paradox.yaml")
+    _add_overrides(paradox)
     bench = command("bench", "Measure one part against its peer or limit.", _bench, config=False)
     bench.add_argument("name", nargs="?", default="", help="what to measure; left out: list the names")
     return parser
@@ -192,6 +198,23 @@ def _doctor(args: argparse.Namespace) -> int:
     return doctor.run(config)
 
 
+def _paradox(args: argparse.Namespace) -> int:
+    if args.draw is not None:
+        from paravt_ray.paradox.draw import draw
+
+        print("\n".join(map(str, draw(args.draw))))
+        return 0
+    if not args.config:
+        raise InputError("Name a configuration (paravt paradox configs/paradox.yaml), or a folder with --draw.")
+    from paravt_ray.paradox.plan import Plan
+
+    plan = Plan.load(args.config, args.overrides)
+    args.goes_on = plan.folder
+    from paravt_ray.paradox import schedule
+
+    return schedule.run(plan)
+
+
 def _bench(args: argparse.Namespace) -> int:
     import importlib
     import pkgutil
@@ -209,6 +232,8 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _what_is_kept(args: argparse.Namespace) -> str:
     """One sentence on what an interrupted command leaves behind."""
+    if "goes_on" in args:
+        return f"What is done is kept in {args.goes_on}: the same command goes on from there."
     if "keeps" not in args:
         return "Nothing half-written is kept as finished."
     from paravt_ray.learner.checkpoint import latest_complete

@@ -282,8 +282,9 @@ class ParadoxConfig:
     """Questions that the cold start is measured on at each frame budget and at each temperature."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0, 1.3])
     """Temperatures at which it is counted how many closing tags survive; 0 is greedy."""
-    output: str = "outputs/paradox/comparison"
-    """Folder for the figures, the tables, and the records that they are drawn from."""
+    output: str = ""
+    """Folder for the figures, the tables and the records that they are drawn from; empty for `comparison` in
+    `trainer.run_dir`. Records of runs that it holds are replaced."""
 
 
 @dataclass

@@ -107,8 +107,10 @@ def encode(recipe: Recipe, path: Path) -> Clip:
     clip = Clip(path, [float(tick * base) for tick in ticks])
     if path.exists():
         return clip
-    with av.open(str(path), "w", options=recipe.mux_options) as container:
-        stream: Any = container.add_stream(recipe.codec, rate=recipe.rate, options=recipe.options)
+    with av.open(str(path), "w", options={"fflags": "+bitexact"} | recipe.mux_options) as container:
+        # With mbtree, x264 does not write the same file every time.
+        options = {"mbtree": "0"} if recipe.codec == "libx264" else {}
+        stream: Any = container.add_stream(recipe.codec, rate=recipe.rate, options=options | recipe.options)
         stream.width, stream.height = recipe.size
         stream.pix_fmt = recipe.pixel_format
         stream.time_base = stream.codec_context.time_base = base

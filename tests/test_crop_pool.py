@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,17 +14,11 @@ from pathlib import Path
 import clips
 import pytest
 import ray
+from soak_crop import RECIPES, check, soak
 
 from tool_workers import Crop, CropPool, ErrorKind, ToolError
 from tool_workers import pool as pool_module
 from tool_workers.stats import WorkerStats, pool_metrics
-
-RECIPES = {
-    "a.mp4": clips.Recipe(options={"g": "30"}),
-    "b.mkv": clips.Recipe("libx265", options={"x265-params": "log-level=none:keyint=25"}),
-    "c.webm": clips.Recipe("libvpx-vp9", options={"g": "50", "cpu-used": "8"}),
-    "d.ts": clips.Recipe(options={"g": "25"}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +43,6 @@ async def running(**settings: object) -> AsyncIterator[CropPool]:
         yield pool
     finally:
         pool.close()
-
-
-def check(crop: Crop, numbers: dict[float, int]) -> None:
-    assert [clips.read_number(f) for f in crop.frames] == [numbers[round(t, 3)] for t in crop.timestamps]
 
 
 async def decoder_pids(pool: CropPool) -> list[int]:
@@ -208,56 +197,23 @@ def test_a_closed_pool_says_so(videos: dict[Path, dict[float, int]]) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_two_thousand_calls_while_workers_are_killed_at_random(videos: dict[Path, dict[float, int]]) -> None:
     """Every call is answered, right or with a typed error; nothing is lost, and memory stays flat."""
 
-    async def caller(pool: CropPool, rng: random.Random, replies: list[str]) -> None:
-        for _ in range(50):
-            path = rng.choice(list(videos))
-            start = rng.uniform(0, 3.5)
-            try:
-                crop = await pool.crop(
-                    path, start, start + rng.uniform(0.1, 2), fps=rng.choice([1, 5]), max_pixels=12288
-                )
-            except ToolError as error:
-                replies.append(error.kind)
-            else:
-                check(crop, videos[path])
-                replies.append("served")
-
-    async def killer(pool: CropPool, rng: random.Random, kills: Counter[str]) -> None:
-        while True:
-            await asyncio.sleep(rng.uniform(0.5, 1.5))
-            worker = rng.choice(await pool.stats() or [None])
-            if worker is None:
-                continue
-            victim = rng.choice(["worker", "decoder", "decoder"])
-            pid = worker.pid if victim == "worker" else worker.decoder_pid
-            if pid:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-                kills[victim] += 1
-
     async def run() -> None:
         async with running(cache_mb=8) as pool:
-            replies: list[str] = []
-            kills: Counter[str] = Counter()
-            hunt = asyncio.create_task(killer(pool, random.Random(99), kills))
-            started = time.monotonic()
-            await asyncio.gather(*(caller(pool, random.Random(i), replies) for i in range(40)))
-            hunt.cancel()
-            counts = Counter(replies)
-            print(f"{time.monotonic() - started:.1f} s, {dict(kills)} killed, {dict(counts)}")
-            assert len(replies) == 2000
-            assert kills["worker"] >= 1
-            assert kills["decoder"] >= 1
-            assert counts["served"] > 1900
-            assert set(counts) <= {"served", "worker_died"}
-            workers: list[WorkerStats] = await pool.stats()
-            assert all(worker.cache_bytes <= 8 << 20 for worker in workers)
-            assert all(worker.queue_depth == 0 for worker in workers)
+            report = await soak(pool, videos, calls=2000, callers=40, kill=True)
+            print(report)
+            assert sum(report.replies.values()) == 2000
+            assert set(report.replies) <= {"served", "worker_died"}
+            assert report.replies["served"] > 1900
+            assert report.kills["worker"] >= 1
+            assert report.kills["decoder"] >= 1
+            assert report.samples[-1].bytes < report.samples[0].bytes + (60 << 20)
+            assert report.samples[-1].files <= report.samples[0].files + 8  # a decoder's connection, open clips
+            assert all(worker.cache_bytes <= 8 << 20 for worker in await pool.stats())
+            assert all(worker.queue_depth == 0 for worker in await pool.stats())
 
     asyncio.run(run())
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -481,6 +481,15 @@ def test_a_push_during_rollouts_reaches_everyone_and_loses_nothing() -> None:
         groups = batch.collect(30)
     assert len({group.group_id for group in groups}) == 30
     assert {fake.version for fake in script.made} == {3}
+
+
+def test_batches_do_not_take_each_others_groups() -> None:
+    script = Script(group=lambda fake, spec: 0.05 if spec.group_id == "g0" else 0.002)
+    first, second = make_specs(5), [replace(spec, group_id=f"second/{spec.group_id}") for spec in make_specs(20)]
+    with running(script, make_config()) as fleet:
+        batches = fleet.submit(first), fleet.submit(second)
+        assert [group.group_id for group in batches[1].all()] == [spec.group_id for spec in second]
+        assert [group.group_id for group in batches[0].all()] == [spec.group_id for spec in first]
 
 
 def test_a_thousand_generators_keep_the_driver_under_one_core() -> None:

@@ -277,7 +277,7 @@ def test_a_row_in_which_the_policy_sampled_an_image_pad_is_dropped_alone(
     learner.close()
 
 
-@pytest.mark.parametrize("fault", ["shorter", "no frame", "odd size", "generated first"])
+@pytest.mark.parametrize("fault", ["shorter", "no frame", "odd size", "generated first", "no number"])
 def test_rows_that_do_not_line_up_are_refused(path: Path, rows: list[TrainRow], fault: str) -> None:
     row = TrainRow(**vars(rows[0]))
     if fault == "shorter":
@@ -286,6 +286,8 @@ def test_rows_that_do_not_line_up_are_refused(path: Path, rows: list[TrainRow], 
         row.frames = row.frames[1:]
     elif fault == "odd size":
         row.frames = [Frame(np.zeros((48, 32, 3), np.uint8), 0, "odd"), *row.frames[1:]]
+    elif fault == "no number":
+        row.behaviour_logprobs = np.full_like(row.behaviour_logprobs, -np.inf)
     else:
         row.generated = np.ones_like(row.generated)
     with pytest.raises(InvalidTrajectoryError):

@@ -282,7 +282,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     monkeypatch.setattr(Learner, "fit", fails_at_the_fourth)
     with pytest.raises(KeyboardInterrupt):
         train(broken)
-    with pytest.raises(RunDirError, match="already holds a run"):
+    with pytest.raises(RunDirError, match=r"already holds a run.*sft\.output="):
         train(broken)
     again = train(replace(broken, trainer=replace(config.trainer, resume="auto")))
 
@@ -292,3 +292,14 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
         [(line["step"], line["train/loss"]) for line in read_metrics(out / "metrics.jsonl")] for out in (whole, again)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_does(config: Config, tmp_path: Path) -> None:
+    write_rows(config, training_rows())
+    config.sft.steps, config.cluster.object_store_gb = 3, 0.2
+    one = dict(read_tensors(train(config)))
+    ranks = replace(config.learner, ranks=2, zero_stage=3)
+    both = train(replace(config, learner=ranks, sft=replace(config.sft, output=str(tmp_path / "both"))))
+    other = dict(read_tensors(both))
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-4

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
+from tiny import make_tokenizer
 
 from paravt_ray.chat import (
     Chat,
@@ -21,7 +22,15 @@ from paravt_ray.chat import (
     user_parts,
 )
 from paravt_ray.data.reader import read_rows
-from paravt_ray.data.synth import FRAME_BUDGETS, SynthSizes, draw_questions, synthesize, visible_shares
+from paravt_ray.data.synth import (
+    FRAME_BUDGETS,
+    SynthSizes,
+    draw_questions,
+    held_out_questions,
+    synthesize,
+    visible_shares,
+)
+from paravt_ray.data.synth_drills import draw_drill
 from paravt_ray.data.synth_questions import KINDS, LETTERS, draw_question, overview_times, seen_at
 from paravt_ray.data.synth_traces import ERRORS, caption_trace, crop_seconds, main_trace, subagent_trace, summary
 from paravt_ray.data.synth_video import COLOURS, Clip, plan_clip, write_clip
@@ -29,7 +38,6 @@ from paravt_ray.episode import Frame
 from paravt_ray.parsing import parse_turn
 from paravt_ray.rewards import accuracy
 from paravt_ray.rollout import calls as served
-from tests.tiny import make_tokenizer
 from tool_workers import crop, overview
 
 CLIPS = [plan_clip(f"v{seed:03d}.mp4", seed) for seed in range(60)]
@@ -199,14 +207,50 @@ def test_captions_agree_with_the_plan() -> None:
         assert shown == (event.colour if event else "nothing")
 
 
+def test_drills_are_answered_from_their_own_text() -> None:
+    rng = np.random.default_rng(5)
+    asked = [draw_drill(rng) for _ in range(400)]
+    within = [(request, reply) for request, reply in asked if "In one of" in request]
+    for request, reply in within:
+        time = float(request.split(". In one of")[0].split()[-1])
+        start, end = reply.split(" in ")[1].removesuffix(" s").split(" to ")
+        assert int(start) <= time < int(end)
+        assert f"{start} to {end} s" in request
+    options = [(request, reply) for request, reply in asked if request.startswith(("Which letter", "What is A"))]
+    for request, reply in options:
+        first, *lines = request.splitlines()
+        wanted = (
+            f"{reply}. {first.removeprefix('Which letter is ').rstrip('?')}" if "letter" in first else f"A. {reply}"
+        )
+        assert wanted in lines
+    assert within
+    assert options
+    # Copying is all there is to learn: every word and number of a reply stands in its request, or is a letter.
+    for request, reply in asked:
+        words = [word.strip("[],:") for word in reply.split()]
+        assert all(word in request or word in ("at", "in") for word in words), (request, reply)
+
+
 def test_error_replies_are_those_of_rollouts() -> None:
     assert {served.TOO_MANY_IN_TURN, served.TOO_SLOW, served.NOT_READABLE} <= set(ERRORS)
 
 
 def test_synthesize_writes_both_formats_on_different_clips(tmp_path: Path) -> None:
-    sizes = SynthSizes(3, 2, 4, prior_conversations=6, sft_conversations=5, valid_conversations=4)
+    sizes = SynthSizes(
+        3, 2, 4, drill_conversations=7, prior_conversations=6, sft_conversations=5, valid_conversations=4
+    )
     report = synthesize(tmp_path / "a", seed=1, sizes=sizes)
-    assert report.rows == {"train": 12, "valid": 8, "sft_prior": 6, "sft_train": 5, "sft_valid": 4}
+    assert report.rows == {
+        "train": 12,
+        "valid": 8,
+        "sft_drills": 7,
+        "sft_prior": 6,
+        "sft_train": 5,
+        "sft_valid": 4,
+    }
+    valid = read_rows(tmp_path / "a" / "valid.parquet", ["prompt"])
+    asked = [question.text for question in held_out_questions(1, sizes)]
+    assert [row["prompt"][0]["content"].removeprefix("<video>\n") for row in valid] == asked
     videos = {}
     for name in ("train", "valid"):
         rows = read_rows(tmp_path / "a" / f"{name}.parquet", ["prompt", "videos", "extra_info"])

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
+from scripted import Request, ScriptedEngine, ScriptedPool, answer_text, calls_text, small_config
 
 from paravt_ray.chat import Chat
-from paravt_ray.episode import Frame
+from paravt_ray.data.synth_questions import Question, overview_times
+from paravt_ray.data.synth_video import Clip, Event
+from paravt_ray.episode import Frame, Group
+from paravt_ray.rollout.agent import run_group
+from paravt_ray.rollout.spec import GroupSpec
+from paravt_ray.tiny_measure import roll_out, slices
 from paravt_ray.tiny_model import FRAME_SIDE, PLAIN_ADDED_TOKENS, SPECIAL_TOKENS, write_blank_model
 
 TEXTS = ["Where is the red shape shown? A. 110 to 130 s", "red from 112 to 118", "crop_video start_time end_time"] * 9
@@ -72,3 +81,58 @@ def test_it_is_small_untied_and_follows_its_seed(blank: Path, tmp_path: Path) ->
     other = Qwen3VLForConditionalGeneration.from_pretrained(write_blank_model(tmp_path / "b", TEXTS, seed=1))
     assert torch.equal(model.lm_head.weight, same.lm_head.weight)
     assert not torch.equal(model.lm_head.weight, other.lm_head.weight)
+
+
+def test_figures_tell_seeing_from_luck_and_calls_from_both(blank: Path, tmp_path: Path) -> None:
+    clip = Clip("a.mp4", 0, 60, (Event("red", 22.0, 28.0, (20, 30)), Event("blue", 41.0, 47.0, (40, 50))), ((0, 10),))
+    question = Question("where", clip, "Where?", "B", ((0, 10), (20, 30)), ("0 to 10 s", "20 to 30 s"), clip.events[:1])
+    row = {
+        "prompt": [{"role": "user", "content": "Where?"}],
+        "videos": [{"video": "a.mp4"}],
+        "extra_info": '{"answer": "B", "question_type": "mcq"}',
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "valid.parquet")
+    (tmp_path / "a.mp4").write_bytes(b"never opened")
+
+    def main(request: Request) -> str:
+        """With four frames it looks closer and is right, with eight it is wrong, with more it sees and is careless."""
+        if len(request.frames) == 4:
+            return answer_text("B") if request.turn else calls_text((0, 10), (20, 30))
+        return answer_text("A") if len(request.frames) == 8 else "red at 25.0\n</think>\n<answer>B"
+
+    def sub(request: Request) -> str:
+        return "red from 22 to 27" if "from 20 to 30 s" in request.text else "red from 1 to 2"
+
+    engine = ScriptedEngine(Chat.from_pretrained(blank), main, sub)
+    config = small_config()
+    config.data.valid = str(tmp_path / "valid.parquet")
+
+    class Fleet:
+        def rollout(self, specs: Sequence[GroupSpec]) -> list[Group]:
+            async def all_groups() -> list[Group]:
+                pool = ScriptedPool()
+                return await asyncio.gather(*(run_group(engine, pool, engine.chat, config, spec) for spec in specs))
+
+            return asyncio.run(all_groups())
+
+    found = slices(roll_out(Fleet(), config, [question], temperature=0.0))
+    assert overview_times(clip, 4) == [7.5, 22.5, 36.0, 52.5]  # the second frame shows the event
+    assert found["k4"] | {"compliance": 1.0} == {
+        "accuracy": 1.0,
+        "accuracy_called": 1.0,
+        "call_rate": 1.0,
+        "call_rate_visible": 1.0,
+        "compliance": 1.0,
+        "think_closed": 1.0,
+        "answer_closed": 1.0,
+        "calls_closed": 1.0,
+        "summary_exact": 0.5,
+    }
+    assert found["k8"]["accuracy_direct_visible"] == 0.0
+    assert found["k64"]["accuracy_direct_visible"] == 1.0
+    assert found["k64"]["answer_closed"] == found["k64"]["compliance"] == 0.0
+    assert found["all"]["accuracy"] == pytest.approx(0.8)
+    assert found["all"]["call_rate"] == pytest.approx(0.2)
+    assert found["where"] == found["all"]
+    with pytest.raises(ValueError, match="does not hold the questions"):
+        roll_out(Fleet(), config, [question, question], temperature=0.0)

@@ -175,8 +175,10 @@ class Source:
 
 
 def describe(error: Exception) -> str:
-    """Return a library's error as a phrase."""
-    return getattr(error, "strerror", None) or str(error)
+    """Return a library's error as a phrase, with what it logged about it."""
+    log = getattr(error, "log", None)
+    text = getattr(error, "strerror", None) or str(error)
+    return f"{text} ({log[2].strip()})" if log else text
 
 
 def because(problems: Sequence[str]) -> str:

@@ -51,13 +51,14 @@ class WorkerStats:
     decoder_starts: int
     decoder_resident_bytes: int
     resident_bytes: int
-    """Memory of the worker itself: its cache, and what it has mapped of the object store."""
+    """Memory of the worker process itself, its cache included."""
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process."""
+    """Return the memory of this process in bytes, without what it shares (libraries, the object store)."""
     with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123 - on every job: the cheapest way
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        _, resident, shared, *_ = map(int, statm.read().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def pool_metrics(workers: Sequence[WorkerStats]) -> dict[str, float]:

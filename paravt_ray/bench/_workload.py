@@ -20,7 +20,7 @@ from paravt_ray.rollout.spec import GroupSpec
 FRAME_PIXELS = 32 * 32
 """Frames of the tiny model: one visual token each."""
 LONGEST_CLIP_S = 120
-_WORDS = "red green blue yellow purple cyan white black shape shown window second from to what where when".split()
+_WORDS = ("red", "green", "blue", "yellow", "shape", "window", "second", "from", "to", "what", "where", "when")
 
 
 def bench_config(model: Path, run_dir: Path) -> Config:
@@ -62,11 +62,11 @@ def local_cluster(cpus: int = 32) -> Iterator[None]:
 
 
 def synth_clips(folder: Path, count: int, seed: int = 0) -> list[str]:
-    """Write that many clips of the synthetic task, of one to two minutes; returns their paths."""
+    """Write that many clips of the synthetic task, of one to two minutes: `0.mp4`, `1.mp4`, ..."""
     paths: list[str] = []
     while len(paths) < count:
         seed += 1
-        clip = plan_clip(f"clip{seed:05d}.mp4", seed)
+        clip = plan_clip(f"{len(paths)}.mp4", seed)
         if clip.duration <= LONGEST_CLIP_S:
             paths.append(str(write_clip(clip, folder)))
     return paths
@@ -95,7 +95,7 @@ def words(chat: Chat, tokens: int, seed: int = 0) -> str:
         text = longer
 
 
-def call_text(window: tuple[int, int], video: str = "clip.mp4") -> str:
+def call_text(window: tuple[int, int], video: str = "0.mp4") -> str:
     """One tool call as a model writes it."""
     arguments = f'{{"video_path": "{video}", "start_time": {window[0]}, "end_time": {window[1]}}}'
     return f'<tool_call>\n{{"name": "{TOOL_NAME}", "arguments": {arguments}}}\n</tool_call>'

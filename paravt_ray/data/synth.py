@@ -1,8 +1,8 @@
 """`paravt data synth`: a synthetic long-video task, small enough to learn on two cores.
 
 Written into one folder: the clips, questions for reinforcement learning (`train.parquet`, `valid.parquet`), and
-conversations for the supervised cold start (`sft_drills.parquet`, `sft_prior.parquet`, `sft_train.parquet`, `sft_valid.parquet`).
-Training and held-out rows are about different clips. Everything follows from the seed.
+conversations for the supervised cold start (`sft_drills.parquet`, `sft_prior.parquet`, `sft_train.parquet`,
+`sft_valid.parquet`). Training and held-out rows are about different clips. All follows from the seed.
 """
 
 from __future__ import annotations
@@ -84,15 +84,11 @@ def synthesize(out_dir: Path, seed: int = 0, sizes: SynthSizes | None = None) ->
     if not (sizes.train_clips > 0 and sizes.valid_clips > 0 and sizes.train_clips + sizes.valid_clips <= MOST_CLIPS):
         raise InputError(f"There must be clips for training and for holding out, {MOST_CLIPS} in all at most.")
     out_dir.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng([seed, 0])
-    names = [f"v{number:03d}.mp4" for number in rng.permutation(MOST_CLIPS)[: sizes.train_clips + sizes.valid_clips]]
-    clips = [plan_clip(name, int(rng.integers(2**31))) for name in names]
-    _write_clips(clips, out_dir)
-    train, valid = clips[: sizes.train_clips], clips[sizes.train_clips :]
-
+    train, valid = plan_clips(seed, sizes)
+    _write_clips([*train, *valid], out_dir)
     questions = {
         "train": draw_questions(train, sizes.questions_per_clip, seed=[seed, 1]),
-        "valid": draw_questions(valid, sizes.questions_per_clip, seed=[seed, 2]),
+        "valid": held_out_questions(seed, sizes),
     }
     conversations = {
         "sft_drills": draw_drills(sizes.drill_conversations, seed=[seed, 6]),
@@ -106,6 +102,19 @@ def synthesize(out_dir: Path, seed: int = 0, sizes: SynthSizes | None = None) ->
     for name, messages in conversations.items():
         rows[name] = _write_rows(out_dir / f"{name}.parquet", [{"messages": json.dumps(m)} for m in messages])
     return SynthReport(out_dir, rows, visible_shares(questions["train"]))
+
+
+def plan_clips(seed: int, sizes: SynthSizes) -> tuple[list[Clip], list[Clip]]:
+    """The clips for training and those held out."""
+    rng = np.random.default_rng([seed, 0])
+    numbers = rng.permutation(MOST_CLIPS)[: sizes.train_clips + sizes.valid_clips]
+    clips = [plan_clip(f"v{number:03d}.mp4", int(rng.integers(2**31))) for number in numbers]
+    return clips[: sizes.train_clips], clips[sizes.train_clips :]
+
+
+def held_out_questions(seed: int, sizes: SynthSizes) -> list[Question]:
+    """The questions of `valid.parquet`, in its order, with what has to be seen to answer them."""
+    return draw_questions(plan_clips(seed, sizes)[1], sizes.questions_per_clip, seed=[seed, 2])
 
 
 def draw_questions(clips: Sequence[Clip], per_clip: int, seed: Sequence[int]) -> list[Question]:

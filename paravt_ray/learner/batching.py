@@ -114,7 +114,7 @@ class Collator:
         Raises:
             InvalidTrajectoryError: arrays of different lengths, image pads that do not match the frames (a policy may
                 have sampled one), frames of a size that is no multiple of a visual token, nothing before the first
-                generated token.
+                generated token, log-probs that are not finite.
         """
         ids = np.asarray(row.token_ids)
         lengths = {len(ids), len(row.generated), len(row.advantages), len(row.behaviour_logprobs), len(row.versions)}
@@ -122,10 +122,12 @@ class Collator:
             raise InvalidTrajectoryError(f"The arrays of a row have the lengths {sorted(lengths)}.")
         if row.generated[0]:
             raise InvalidTrajectoryError("The first token of a row is marked as generated, but nothing predicts it.")
+        if not np.isfinite(row.behaviour_logprobs).all():
+            raise InvalidTrajectoryError("A log-prob of the generator is not finite.")
         side = self._patch * self._merge
         for frame in row.frames:
             shape = frame.pixels.shape
-            if frame.pixels.dtype != np.uint8 or len(shape) != 3 or shape[0] % side or shape[1] % side:
+            if frame.pixels.dtype != np.uint8 or len(shape) != 3 or 0 in shape or shape[0] % side or shape[1] % side:
                 raise InvalidTrajectoryError(f"{frame} is not an RGB image with sides that are multiples of {side}.")
         pads = np.flatnonzero(ids == self._image_pad)
         sizes = [self._tokens(frame) for frame in row.frames]

@@ -33,7 +33,10 @@ SHARD_BYTES = 4 << 30
 """Largest file of tensors; also what writing one needs in memory."""
 
 _STEP = re.compile(r"step_(\d{6,})")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_BESIDE_WEIGHTS = (".json", ".jinja", ".txt", ".model")
+"""Configuration, tokenizer, processor, chat template."""
+_OF_A_RUN = ("mlflow.json", "manifest.json")
+"""Of the run that made the source, where its directory is a run's: not the new model's."""
 
 
 class CheckpointError(InputError):
@@ -99,7 +102,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def write_model(tensors: Iterable[tuple[str, Tensor]], source: Path, out: Path, write: bool = True) -> None:
-    """Write weights and copy everything else (configuration, tokenizer, processor) from the checkpoint `source`.
+    """Write weights and copy configuration, tokenizer and processor from the checkpoint `source`.
 
     Args:
         tensors: (name, tensor) as in the checkpoint; walked through to the end also where nothing is written.
@@ -111,7 +114,7 @@ def write_model(tensors: Iterable[tuple[str, Tensor]], source: Path, out: Path, 
     if not write:
         return
     for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHTS):
+        if file.suffix in _BESIDE_WEIGHTS and not file.name.endswith((".index.json", *_OF_A_RUN)):
             shutil.copyfile(file, out / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)

@@ -73,14 +73,14 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
     }
 
 
-def frozen(policy: Policy, config: Config) -> Any:
+def frozen(policy: Policy, config: Config, device: torch.device) -> Any:
     """A policy for inference only, called as the trained one is; under ZeRO-3 it is spread over the ranks too."""
     import deepspeed
 
     policy.requires_grad_(False)
-    if config.learner.zero_stage == 3:
-        policy = deepspeed.initialize(model=policy, config=deepspeed_config(config))[0]
-    return policy.to("cuda") if torch.cuda.is_available() else policy
+    if config.learner.zero_stage < 3:
+        return policy.to(device)
+    return deepspeed.initialize(model=policy, config=deepspeed_config(config))[0]
 
 
 class Engine:

@@ -81,7 +81,7 @@ class Learner:
         weights = resume / checkpoint.MODEL if resume else model_path
         self._collator = Collator(model_path)
         self._engine = Engine(self._load(weights, config.learner.activation_checkpointing), config)
-        self._reference = frozen(self._load(reference_path), config) if reference_path else None
+        self._reference = frozen(self._load(reference_path), config, self.device) if reference_path else None
         if resume and self.steps_done:
             state = checkpoint.read_tensors(resume / checkpoint.OPTIMIZER)
             self._engine.load_optimizer(state, self.steps_done, self._collator.collate([], []).to(self.device))

@@ -65,7 +65,9 @@ ARMS = (
     Arm("no_tool_reward", "− R_tool", {**PARA_GRPO, "reward.tool": False}),
     Arm("no_unclosed_penalty", "− gamma", {**PARA_GRPO, "reward.unclosed_penalty": 0.0}),
     Arm("anchor_all", "anchoring scope `all`", {**PARA_GRPO, "algorithm.anchoring_scope": "all"}),
-    Arm("sequential", "sequential dispatch", {**PARA_GRPO, "rollout.dispatch": "sequential"}, checkpoint_of="para_grpo"),
+    Arm(
+        "sequential", "sequential dispatch", {**PARA_GRPO, "rollout.dispatch": "sequential"}, checkpoint_of="para_grpo"
+    ),
     Arm("weak_grpo", "GRPO, weak prior", GRPO, prior="weak"),
     Arm("weak_para_grpo", "PARA-GRPO, weak prior", PARA_GRPO, prior="weak"),
 )
@@ -74,6 +76,11 @@ BY_NAME = {arm.name: arm for arm in ARMS}
 FIGURE = ("grpo", "anchoring", "gating", "para_grpo")
 """The four curves of the paper's figure."""
 CONTRAST = ("grpo", "para_grpo", "weak_grpo", "weak_para_grpo")
+
+
+def plain_arm(prior: str) -> Arm:
+    """The arm that samples a cold start without any aid: GRPO."""
+    return next(arm for arm in ARMS if arm.prior == prior and arm.settings == GRPO)
 
 
 def refuse_switches(keys: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def main(arguments: list[str]) -> int:
     """Train; the exit code is that of `paravt train`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
     if os.getppid() != int(arguments[0]):  # it was gone before it could be watched
         return 130

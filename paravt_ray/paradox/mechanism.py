@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from paravt_ray.episode import CallStatus, Episode, Group
+from paravt_ray.episode import CallStatus, Group
 from paravt_ray.errors import InputError
-from paravt_ray.evaluation.tables import bootstrap
+from paravt_ray.evaluation.tables import Score, bootstrap
 from paravt_ray.rewards import format_stats
 from paravt_ray.tracking.run_dir import replace_file
 
@@ -36,6 +37,8 @@ class GroupRecord:
     temperature: float
     sweep: str
     """What it was sampled for: `budget` or `temperature`."""
+    failed: int = 0
+    """Rollouts without an episode or without a reward."""
     called: list[bool] = field(default_factory=list)
     """Whether a call was served."""
     accuracy: list[float] = field(default_factory=list)
@@ -43,108 +46,49 @@ class GroupRecord:
     """Total reward, as GRPO is given it."""
     think: list[bool] = field(default_factory=list)
     call: list[bool | None] = field(default_factory=list)
-    """Whether all calls are closed; None where none was attempted."""
     answer: list[bool] = field(default_factory=list)
-    """Closing tags that are there, see `paravt_ray.rewards.FormatStats`."""
-    failed: int = 0
-    """Rollouts without an episode or without a reward."""
+    """Whether the tags were closed (`paravt_ray.rewards.FormatStats`); None where no call was attempted."""
 
+    def fill(self, group: Group, asked: int) -> None:
+        """Take down the scored episodes of a group in which `asked` rollouts were asked for."""
+        for episode in group.episodes:
+            if episode.rewards is not None:
+                stats = format_stats(episode)
+                self.called.append(any(call.status is CallStatus.SERVED for call in episode.call_records))
+                self.accuracy.append(episode.rewards.accuracy)
+                self.total.append(episode.rewards.total)
+                self.think.append(stats.think_closed)
+                self.call.append(stats.calls_closed)
+                self.answer.append(stats.answer_closed)
+        self.failed = asked - len(self.called)
 
-@dataclass(frozen=True)
-class Share:
-    """A mean over questions with its 95 % bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
-    questions: int
-    episodes: int
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Calling against skipping at one K; None where there is no such episode."""
-
-    budget: int
-    call: float | None
-    """Mean accuracy reward of the episodes that called."""
-    calls: int
-    skip: float | None
-    skips: int
-    accuracy: Share | None
-    """Call minus skip, within the questions that have both."""
-    total: Share | None
-    """The same of the total reward."""
-
-
-def fill_record(record: GroupRecord, group: Group, asked: int) -> GroupRecord:
-    """Take down a group whose episodes have been scored, as far as they can be; `asked` rollouts were asked for."""
-    for episode in group.episodes:
-        if episode.rewards is not None:
-            stats = format_stats(episode)
-            record.called.append(_called(episode))
-            record.accuracy.append(episode.rewards.accuracy)
-            record.total.append(episode.rewards.total)
-            record.think.append(stats.think_closed)
-            record.call.append(stats.calls_closed)
-            record.answer.append(stats.answer_closed)
-    record.failed = asked - len(record.called)
-    return record
-
-
-def _called(episode: Episode) -> bool:
-    return any(call.status is CallStatus.SERVED for call in episode.call_records)
-
-
-def gaps(records: Iterable[GroupRecord]) -> list[Gap]:
-    """Calling against skipping by K, smallest first."""
-    by_budget: dict[int, list[GroupRecord]] = {}
-    for record in records:
-        by_budget.setdefault(record.budget, []).append(record)
-    return [_gap(budget, by_budget[budget]) for budget in sorted(by_budget)]
-
-
-def _gap(budget: int, records: Sequence[GroupRecord]) -> Gap:
-    def split(record: GroupRecord, values: Sequence[float]) -> tuple[list[float], list[float]]:
-        pairs = list(zip(record.called, values, strict=True))
+    def split(self, reward: str) -> tuple[list[float], list[float]]:
+        """A reward (`accuracy`, `total`) of the episodes that called, and of those that did not."""
+        pairs = list(zip(self.called, getattr(self, reward), strict=True))
         return [value for called, value in pairs if called], [value for called, value in pairs if not called]
 
-    pooled: tuple[list[float], list[float]] = ([], [])
-    within: dict[str, list[float]] = {"accuracy": [], "total": []}
-    episodes = 0
-    for record in records:
-        for part, values in zip(pooled, split(record, record.accuracy), strict=True):
-            part.extend(values)
-        if any(record.called) and not all(record.called):
-            episodes += len(record.called)
-            for name, differences in within.items():
-                call, skip = split(record, getattr(record, name))
-                differences.append(fmean(call) - fmean(skip))
-    call, skip = pooled
-    return Gap(
-        budget,
-        fmean(call) if call else None,
-        len(call),
-        fmean(skip) if skip else None,
-        len(skip),
-        _share(within["accuracy"], episodes),
-        _share(within["total"], episodes),
-    )
+
+def pooled(records: Iterable[GroupRecord], reward: str) -> tuple[list[float], list[float]]:
+    """A reward of all episodes that called, and of all that did not."""
+    parts = [record.split(reward) for record in records]
+    return [value for called, _ in parts for value in called], [value for _, skipped in parts for value in skipped]
 
 
-def tag_survival(records: Iterable[GroupRecord], tag: str) -> Share | None:
+def gap_within(records: Iterable[GroupRecord], reward: str) -> Score | None:
+    """Mean reward of calling minus that of skipping, over the questions that have both."""
+    parts = [record.split(reward) for record in records]
+    return _over_questions([fmean(called) - fmean(skipped) for called, skipped in parts if called and skipped])
+
+
+def tag_survival(records: Iterable[GroupRecord], tag: str) -> Score | None:
     """Share of episodes that close a tag (`think`, `call`, `answer`); `call`: of those that attempt one."""
-    kept = [[bool(v) for v in getattr(record, tag) if v is not None] for record in records]
-    kept = [values for values in kept if values]
-    return _share([fmean(values) for values in kept], sum(map(len, kept)))
+    kept = [[bool(value) for value in getattr(record, tag) if value is not None] for record in records]
+    return _over_questions([fmean(values) for values in kept if values])
 
 
-def _share(means: Sequence[float], episodes: int) -> Share | None:
-    """Over the means of single questions: episodes of one question are not independent."""
-    if not means:
-        return None
-    score = bootstrap("", [means])
-    return Share(score.value, score.low, score.high, len(means), episodes)
+def _over_questions(means: Sequence[float]) -> Score | None:
+    """Episodes of one question are not independent, so its mean counts as one; None where there is no question."""
+    return bootstrap("", [means]) if means else None
 
 
 def write_records(file: Path, records: Iterable[GroupRecord]) -> None:
@@ -156,10 +100,13 @@ def read_records(file: Path) -> list[GroupRecord]:
     """Read what `write_records` wrote.
 
     Raises:
-        InputError: a line is something else.
+        InputError: it is something else.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        return [GroupRecord(**json.loads(line)) for line in lines]
+        lines: list[dict[str, Any]] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        records = [GroupRecord(**line) for line in lines]
     except (ValueError, TypeError) as error:
-        raise InputError(f"{file} is damaged ({error}). Remove it, and it will be measured again.") from error
+        raise InputError(f"{file} is damaged ({error}). Remove it, and it is measured again.") from error
+    if not records:
+        raise InputError(f"{file} is empty. Remove it, and it is measured again.")
+    return records

@@ -21,6 +21,11 @@ from paravt_ray.report.source import RunData, read_run
 RUNS, MECHANISM_FILE = "runs", "mechanism.jsonl"
 LAST = 10
 """Steps at the end of a run whose mean counts as where it has come to."""
+NO_ZEROS = "tool/width"
+"""Is 0 in a step without calls, which says nothing about their width."""
+ValueOf = Callable[[RunData], float | None]
+"""One number of a run; None where it has none."""
+
 # 97.5 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom.
 _T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -41,13 +46,14 @@ class Comparison:
     """By arm, seeds rising; arms without a finished run are left out."""
     records: list[GroupRecord] = field(default_factory=list)
 
-    def estimate(self, arm: str, value_of: Callable[[RunData], float | None]) -> Estimate | None:
+    def estimate(self, arm: str, value_of: ValueOf) -> Estimate | None:
         """A value over the arm's seeds, without those that have none; None where none has."""
         values = [value for run in self.runs.get(arm, []) if (value := value_of(run)) is not None]
         if not values:
             return None
-        half = _T975[len(values) - 2] * stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-        return Estimate(fmean(values), half)
+        if len(values) == 1:
+            return Estimate(values[0], None)
+        return Estimate(fmean(values), _T975[min(len(values), 10) - 2] * stdev(values) / len(values) ** 0.5)
 
 
 def read_comparison(folder: Path) -> Comparison:
@@ -58,8 +64,8 @@ def read_comparison(folder: Path) -> Comparison:
     """
     found = Comparison()
     for arm in ARMS:
-        directories = (folder / RUNS / arm.name).glob("seed_*")
-        runs = [read_run(path) for path in sorted(directories, key=lambda path: int(path.name.split("_")[1]))]
+        directories = [path for path in (folder / RUNS / arm.name).glob("seed_*") if path.name[5:].isdecimal()]
+        runs = [read_run(path) for path in sorted(directories, key=lambda path: int(path.name[5:]))]
         if runs:
             found.runs[arm.name] = runs
     if not found.runs:
@@ -87,12 +93,22 @@ def _check(found: Comparison) -> None:
             common = own | common
 
 
-def at_end(metric: str, *, without_zeros: bool = False) -> Callable[[RunData], float | None]:
-    """The mean of a training metric over a run's last steps."""
+def at_end(metric: str, *, last: int | None = LAST) -> ValueOf:
+    """The mean of a training metric over a run's last steps; over all of them where `last` is None."""
 
     def value(run: RunData) -> float | None:
-        points = [v for step, v in run.series.get(metric, []) if step > max(0, run.steps[-1] - LAST)]
-        points = [v for v in points if v or not without_zeros]
-        return fmean(points) if points else None
+        first = run.steps[-1] - last if last is not None else 0
+        values = [v for step, v in run.series.get(metric, []) if step > first and (v or metric != NO_ZEROS)]
+        return fmean(values) if values else None
 
     return value
+
+
+def at_step(metric: str, step: int) -> ValueOf:
+    """A metric at one step."""
+    return lambda run: dict(run.series.get(metric, [])).get(step)
+
+
+def final(metric: str) -> ValueOf:
+    """A metric at the last step."""
+    return lambda run: dict(run.series.get(metric, [])).get(run.steps[-1])

@@ -72,6 +72,7 @@ class Member:
         self.started: asyncio.Future[GeneratorInfo] = asyncio.get_running_loop().create_future()
         """The first start: where the generator runs, or why it does not."""
         self._handle: GeneratorHandle | None = None
+        self._loaded: Push | None = None
         self._death = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
@@ -121,6 +122,8 @@ class Member:
         async with self._loading:
             if self._handle is None or not self.health.loadable:
                 return False
+            if self._loaded is push:  # it has just caught up by itself
+                return True
             try:
                 await self._load(self._handle, push)
             except Exception as error:  # typed for the caller; the generator is replaced whatever it was
@@ -163,6 +166,7 @@ class Member:
 
     async def _catch_up(self, handle: GeneratorHandle, version: int) -> None:
         """Load the current weights, whichever those are by the time they are loaded."""
+        self._loaded = None
         if self._desk.push is None:
             self.health.loaded(version, version)
         while not self.health.serving:
@@ -188,6 +192,7 @@ class Member:
     async def _load(self, handle: GeneratorHandle, push: Push) -> None:
         async with asyncio.timeout(self._config.rollout.push_timeout_s + GRACE_S):
             version = await handle.update_weights(push)
+        self._loaded = push
         current = self._desk.push
         self.health.loaded(version, current.version if current else version)
 

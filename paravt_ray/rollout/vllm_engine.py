@@ -180,11 +180,13 @@ class VllmEngine:
                     await self._llm.reset_prefix_cache(reset_running_requests=True)
                     await self._llm.reset_encoder_cache()
                     await self._llm.resume_generation()
-            except Exception as error:  # vLLM's errors have no common base; the cause keeps the original
+            except BaseException as error:  # a cancellation leaves the engine half-loaded just as an error does
                 reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 self._fault = f"The engine does not hold whole weights: loading version {push.version} failed. {reason}"
                 await self._llm.abort(list(self._running))
-                raise WeightError(self._fault) from error
+                if isinstance(error, Exception):
+                    raise WeightError(self._fault) from error
+                raise
             self._fault = ""
             self.version = push.version
         return self.version
@@ -237,9 +239,12 @@ def _engine_args(config: Config) -> Any:
         # Without compilation, in the engine's own process: a start takes seconds instead of minutes, and on a model
         # that a CPU can run the tokens per second are the same.
         device: dict[str, Any] = {
+            # Whole prompts in one go: where vLLM cuts one, it winds a seeded generator back, which CPU generators
+            # cannot do; the engine dies of it.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(model.context_length, 8192),
             "kv_cache_memory_bytes": int(rollout.kv_cache_gb * 2**30),
             "enforce_eager": True,
-            "distributed_executor_backend": "uni" if rollout.tensor_parallel == 1 else "mp",
         }
     else:
         device = {"gpu_memory_utilization": rollout.gpu_memory_utilization}
@@ -249,6 +254,7 @@ def _engine_args(config: Config) -> Any:
         max_model_len=model.context_length,
         max_num_seqs=MAX_SEQUENCES,
         tensor_parallel_size=rollout.tensor_parallel,
+        distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         limit_mm_per_prompt={"image": max(overview + crops, config.tools.crop_max_frames), "video": 0},

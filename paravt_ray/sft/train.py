@@ -23,7 +23,7 @@ from paravt_ray.rollout.gating import stable_hash
 from paravt_ray.sft.conversations import Conversation, Skipped, SkippedRowError, read_conversations
 from paravt_ray.sft.display import Display
 from paravt_ray.sft.examples import ExampleBuilder, FrameSource
-from paravt_ray.tracking.run_dir import RunDir
+from paravt_ray.tracking.run_dir import RunDir, RunDirError
 
 AHEAD = 2
 """Batches that are prepared while one is trained on."""
@@ -101,12 +101,12 @@ def train(config: Config) -> Path:
     steps = config.sft.steps or -(-len(conversations) * config.sft.epochs // config.sft.batch_size)
     schedule = LrSchedule.from_config(config.learner, steps)
     with ExitStack() as stack:
-        run = stack.enter_context(RunDir(replace(config, trainer=replace(config.trainer, run_dir=config.sft.output))))
+        run = stack.enter_context(_run_dir(config))
         resume = checkpoint.latest_complete(run.checkpoints)
         first = int(checkpoint.read_state(resume)["step"]) if resume else 0
         run.rewind(first)
         display = Display(first, steps)
-        display.say(f"{len(conversations)} conversations, {steps} steps; {schedule.describe()}. {skipped.sentence()}")
+        display.say(f"{len(conversations)} conversations, {steps} steps; {schedule.describe()}.")
         if first:
             display.say(f"Going on after step {first}.")
         chat = Chat.from_pretrained(source)
@@ -122,7 +122,16 @@ def train(config: Config) -> Path:
         stack.enter_context(display)
         _loop(config, learner, run, display, batches.steps(first, steps), held_out, range(first + 1, steps + 1))
         checkpoint.replace_model(run.path, learner.save_model)
+        if skipped.ids:
+            display.say(skipped.sentence())
     return run.path
+
+
+def _run_dir(config: Config) -> RunDir:
+    try:
+        return RunDir(replace(config, trainer=replace(config.trainer, run_dir=config.sft.output)))
+    except RunDirError as error:
+        raise RunDirError(str(error).replace("trainer.run_dir", "sft.output")) from None
 
 
 def _read(config: Config, parquet: str) -> tuple[list[Conversation], Skipped]:

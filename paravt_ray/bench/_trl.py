@@ -1,0 +1,272 @@
+"""The other side of `paravt bench step`: TRL's GRPOTrainer on the same model, prompts and turns.
+
+TRL generates with transformers here, as it does where no vLLM server is set up. What it does by default and we do not
+(recomputing activations, bfloat16) is switched off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import qwen3_template
+
+from paravt_ray.chat import MAIN_SYSTEM, Chat, frames_reply, question_text
+from paravt_ray.episode import Sample
+from tool_workers import crop, overview
+from tool_workers.records import Crop
+
+MOST_CALLING_TURNS = 1
+
+CHAT_TEMPLATE = """\
+{%- macro written(content) -%}
+{%- if content is string %}{{ content }}{% else %}{% for part in content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
+{%- endfor %}{% endif %}
+{%- endmacro -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if loop.first or loop.previtem.role != 'tool' %}<|im_start|>user
+{% else %}
+{% endif -%}
+<tool_response>
+{{ written(message.content) }}
+</tool_response>
+{%- if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>
+{% endif -%}
+{%- else -%}
+<|im_start|>{{ message.role }}
+{{ written(message.content) }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif -%}
+"""
+"""Writes what our own renderer writes, tool replies included."""
+
+
+@dataclass(frozen=True)
+class TrlSettings:
+    """What both tasks need."""
+
+    model: Path
+    folder: Path
+    """For what TRL writes."""
+    group_size: int
+    new_tokens: int
+    """Longest completion, in the tool task with the tools' replies."""
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured step."""
+
+    seconds: float
+    new_tokens: int
+    """Of all completions, tool replies included."""
+
+
+class SingleTurns:
+    """Text in, one turn out."""
+
+    def __init__(self, settings: TrlSettings, prompts: Sequence[str]) -> None:
+        """Load the model; `prompts` are rendered."""
+        chat = Chat.from_pretrained(settings.model)
+        chat.tokenizer.padding_side = "left"
+        self._clock = _Clock()
+        self._trainer = GRPOTrainer(
+            _load(settings.model),
+            self._clock.reward,
+            # A pad that stands for no image would be sampled now and then.
+            _arguments(settings, len(prompts), {"suppress_tokens": list(chat.vision_ids)}),
+            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+            processing_class=chat.tokenizer,
+            callbacks=[self._clock],
+        )
+
+    def step(self) -> Step:
+        """Generate, score, train once."""
+        return self._clock.time(self._trainer)
+
+
+class ToolTurns:
+    """A turn with calls of a crop tool whose frames come back, then an answer, in scripted words."""
+
+    def __init__(self, settings: TrlSettings, samples: Sequence[Sample], turns: Sequence[str], frames: int) -> None:
+        """Load the model and decode the overviews.
+
+        Args:
+            settings: of both tasks.
+            samples: each with one video.
+            turns: what the model says after the think prefix; calls name the video `0.mp4`.
+            frames: of each overview.
+        """
+        processor = AutoProcessor.from_pretrained(settings.model, padding_side="left", local_files_only=True)
+        processor.chat_template = CHAT_TEMPLATE
+        processor.tokenizer.response_template = qwen3_template
+        encode = processor.tokenizer.encode
+        reader = _Reader(samples, max_pixels=processor.image_processor.size["longest_edge"])
+        self._clock = _Clock()
+        self._trainer = _ScriptedTrainer(
+            _load(settings.model),
+            self._clock.reward,
+            _arguments(settings, len(samples), {}),
+            train_dataset=Dataset.from_list([reader.row(sample, frames) for sample in samples]),
+            processing_class=processor,
+            callbacks=[self._clock],
+            tools=[reader.tool()],
+        )
+        self._trainer.script = [
+            [encode(f"{turn.replace('0.mp4', Path(s.videos[0]).name)}<|im_end|>") for turn in turns]
+            for s in samples
+            for _ in range(settings.group_size)
+        ]
+
+    def step(self) -> Step:
+        """Generate, call, generate, score, train once.
+
+        Raises:
+            RuntimeError: the scripted turns were not all taken.
+        """
+        step = self._clock.time(self._trainer)
+        turns = len(self._trainer.script[0])
+        if self._trainer.turn != turns:
+            raise RuntimeError(f"TRL took {self._trainer.turn} turns instead of {turns}.")
+        return step
+
+
+class _ScriptedTrainer(GRPOTrainer):  # type: ignore[misc]
+    """Really samples as many tokens as the script's turn has, then puts the script's in their place."""
+
+    script: list[list[list[int]]]
+    """[samples][turns] token ids."""
+    turn = 0
+
+    def _generate(self, prompts: Any) -> Any:
+        self.turn = 0
+        return super()._generate(prompts)
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = [turns[self.turn] for turns in self.script]
+        self.turn += 1
+        longest = max(map(len, ids))
+        self.generation_config.max_new_tokens = self.generation_config.min_new_tokens = longest
+        super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return [list(turn) for turn in ids], None
+
+
+class _Reader:
+    """The videos as TRL sees them: overviews in the prompts, crops through a tool that is an ordinary function."""
+
+    def __init__(self, samples: Sequence[Sample], max_pixels: int) -> None:
+        self._videos = {Path(video).name: video for sample in samples for video in sample.videos}
+        self._max_pixels = max_pixels
+
+    def row(self, sample: Sample, frames: int) -> dict[str, Any]:
+        """One line of the data set."""
+        (video,) = sample.videos
+        shown = overview(video, frames, max_pixels=self._max_pixels)
+        # The pictures go into a column of their own; the blocks keep their places.
+        blocks = [{key: value for key, value in block.items() if key != "image"} for block in _blocks(shown)]
+        text = {"type": "text", "text": f"\n{question_text(sample.question, sample.videos)}"}
+        system = {"role": "system", "content": [{"type": "text", "text": MAIN_SYSTEM}]}
+        return {
+            "prompt": [system, {"role": "user", "content": [*blocks, text]}],
+            "images": [Image.fromarray(pixels) for pixels in shown.frames],
+        }
+
+    def tool(self) -> Any:
+        """The tool."""
+
+        def crop_video(video_path: str, start_time: float, end_time: float) -> list[dict[str, Any]]:
+            """Look closely at a part of the video.
+
+            Args:
+                video_path: The video.
+                start_time: In seconds.
+                end_time: In seconds.
+
+            Returns:
+                The frames.
+            """
+            found = crop(self._videos[video_path], start_time, end_time, max_pixels=self._max_pixels)
+            return [{"type": "text", "text": frames_reply((start_time, end_time))}, *_blocks(found)]
+
+        return crop_video
+
+
+def _blocks(frames: Crop) -> list[dict[str, Any]]:
+    """Each frame after its time, as in our prompts."""
+    blocks: list[dict[str, Any]] = []
+    for pixels, time_s in zip(frames.frames, frames.timestamps.tolist(), strict=True):
+        blocks.append({"type": "text", "text": f"<{time_s:.1f} seconds>"})
+        blocks.append({"type": "image", "image": Image.fromarray(pixels)})
+    return blocks
+
+
+class _Clock(TrainerCallback):  # type: ignore[misc]
+    """Times one step inside `train`, and is its reward."""
+
+    def __init__(self) -> None:
+        self._began = self._seconds = 0.0
+        self._tokens = 0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock: nothing is generated yet."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Stop it: the optimizer has made its step."""
+        self._seconds = time.perf_counter() - self._began
+
+    def reward(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        """Something that differs within a group."""
+        self._tokens = sum(map(len, completion_ids))
+        return [float(number % 2) for number in range(len(completion_ids))]
+
+    def time(self, trainer: Any) -> Step:
+        """Train for one step; setting up and tearing down of `train` is not charged."""
+        trainer.train()
+        return Step(self._seconds, self._tokens)
+
+
+def _load(model: Path) -> Any:
+    return Qwen3VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32, local_files_only=True)
+
+
+def _arguments(settings: TrlSettings, prompts: int, generation: dict[str, Any]) -> Any:
+    return GRPOConfig(
+        output_dir=str(settings.folder),
+        use_cpu=not torch.cuda.is_available(),
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=prompts * settings.group_size,
+        num_generations=settings.group_size,
+        max_completion_length=settings.new_tokens,
+        max_tool_calling_iterations=MOST_CALLING_TURNS,
+        temperature=settings.temperature,
+        generation_kwargs=generation,
+        beta=0.0,
+        learning_rate=0.0,
+        max_steps=1,
+        shuffle_dataset=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )

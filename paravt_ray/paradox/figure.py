@@ -1,0 +1,79 @@
+"""The paper's figure: accuracy reward, format reward and calls per sample over RL steps, a curve with a band an arm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from statistics import fmean
+
+from paravt_ray.paradox.arms import BY_NAME
+from paravt_ray.paradox.results import Comparison
+from paravt_ray.report.curves import HEIGHT, WIDTH, Line, line_chart, reach_of
+from paravt_ray.report.panels import FIGURE as PANELS
+from paravt_ray.report.source import Points, RunData
+
+COLOURS = ("#6b7280", "#d97706", "#2563eb", "#15803d")
+"""Of the curves, in order."""
+_MARGIN, _GAP, _HEAD = 14, 18, 84
+_STYLE = """\
+text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1d2126; }
+.title { font-size: 15px; font-weight: 600; } .note { fill: #626a73; font-size: 11px; }
+.grid { stroke: #e6e4df; } .tick { fill: #626a73; font-size: 11px; }
+.tick.end { text-anchor: end; } .tick.middle { text-anchor: middle; }
+polyline { fill: none; stroke-linejoin: round; } polyline.line { stroke-width: 2; } polyline.raw { display: none; }
+.band { opacity: .16; }
+"""
+
+
+def figure(found: Comparison, arms: Sequence[str], title: str) -> str:
+    """A self-contained SVG of those arms that have runs."""
+    shown = [(f"c{place}", name) for place, name in enumerate(arms) if name in found.runs]
+    steps = [step for _, name in shown for run in found.runs[name] for step in run.steps if step > 0]
+    width, height = 2 * _MARGIN + 3 * WIDTH + 2 * _GAP, _HEAD + HEIGHT + _MARGIN
+    colours = "".join(
+        f"polyline.{css} {{ stroke: {colour}; }} polygon.{css}, rect.{css}, circle.{css} {{ fill: {colour}; }}\n"
+        for css, colour in ((f"c{place}", colour) for place, colour in enumerate(COLOURS))
+    )
+    reach = max((reach_of(len(run.steps)) for _, name in shown for run in found.runs[name]), default=0)
+    smooth = f" Both smoothed over {2 * reach + 1} steps." if reach else ""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        f"<title>{escape(title)}</title><style>\n{_STYLE}{colours}</style>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text class="title" x="{_MARGIN}" y="22">{escape(title)}</text>',
+        f'<text class="note" x="{width - _MARGIN}" y="22" style="text-anchor:end">'
+        f"Curves: means over seeds; bands: lowest to highest.{smooth}</text>",
+        *_legend([(css, f"{BY_NAME[name].label} ({_count(found.runs[name])})") for css, name in shown]),
+    ]
+    for place, (metric, name) in enumerate(PANELS):
+        x = _MARGIN + place * (WIDTH + _GAP)
+        lines = [_line(css, BY_NAME[arm].label, found.runs[arm], metric) for css, arm in shown]
+        parts.append(f'<text x="{x + 4}" y="{_HEAD - 10}">{escape(name)}</text>')
+        if any(line.points for line in lines):
+            chart = line_chart(name, lines, (min(steps), max(steps)))
+            parts.append(f'<svg x="{x}" y="{_HEAD}" width="{WIDTH}" height="{HEIGHT}">{chart}</svg>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
+    marks = []
+    x = float(_MARGIN)
+    for css, text in entries:
+        marks.append(f'<rect class="{css}" x="{x:g}" y="37" width="12" height="12" rx="2"/>')
+        marks.append(f'<text x="{x + 18:g}" y="47">{escape(text)}</text>')
+        x += 42 + 6.7 * len(text)
+    return marks
+
+
+def _count(runs: Sequence[RunData]) -> str:
+    return f"{len(runs)} seeds" if len(runs) > 1 else "1 seed"
+
+
+def _line(css: str, label: str, runs: Sequence[RunData], metric: str) -> Line:
+    """The mean over the seeds, at the steps that all of them have, in a band from the lowest to the highest."""
+    values = [dict(run.series.get(metric, [])) for run in runs]
+    steps = sorted(set.intersection(*(set(own) for own in values)))
+    at = [(step, [own[step] for own in values]) for step in steps]
+    mean: Points = [(step, fmean(found)) for step, found in at]
+    low, high = [(step, min(found)) for step, found in at], [(step, max(found)) for step, found in at]
+    return Line(css, label, mean, (low, high) if len(runs) > 1 else None)

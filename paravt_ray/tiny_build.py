@@ -1,0 +1,102 @@
+"""`make tiny-model`: everything from a seed to the tiny model that ships with the package.
+
+Synthetic data, an untrained checkpoint, three stages of supervised training, a measurement. About half an hour on two
+cores; a stage that was finished before is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paravt_ray.config import Config, load_config
+from paravt_ray.data.synth import SynthSizes, held_out_questions, synthesize
+from paravt_ray.sft.train import train
+from paravt_ray.tiny_measure import measure
+from paravt_ray.tiny_model import write_blank_model
+
+SIZES = SynthSizes(train_clips=300, drill_conversations=12800, prior_conversations=12000, sft_conversations=2400)
+STAGES = ("drills", "prior", "sft")
+CONFIGS = Path("configs")
+WORK = Path("outputs/tiny")
+"""Where the stages' configurations look for what the stage before left."""
+TOKENIZER_CONVERSATIONS = 4000
+NUMBER_REPEATS = 20
+ROLES = "system\nuser\nassistant\n"
+LARGEST_BYTES = 8 << 20
+
+
+def build_tiny_model(out: Path, seed: int) -> Path:
+    """Build, train and measure the tiny model, and put it into `out` with a `manifest.json`.
+
+    Run it from the repository's root: the stages are `configs/tiny_{drills,prior,sft}.yaml`.
+
+    Raises:
+        UserError: a stage cannot run; what is wrong and the way out.
+        ValueError: the model is larger than may be shipped, or could not be measured.
+    """
+    data, blank = WORK / "data", WORK / "blank"
+    if not (data / "sft_valid.parquet").is_file():
+        print("\n".join(synthesize(data, seed, SIZES).lines()))
+    if not (blank / "config.json").is_file():
+        write_blank_model(blank, tokenizer_texts(data), seed)
+    stages: dict[str, Any] = {}
+    for stage in STAGES:
+        config = load_config(CONFIGS / f"tiny_{stage}.yaml", [f"trainer.seed={seed}"])
+        if not (Path(config.sft.output) / "config.json").is_file():
+            print(f"Stage {stage}:")
+            train(config)
+        stages[stage] = _settings(config)
+    trained = Path(config.sft.output)
+    figures = measure(_agent_config(trained, data), held_out_questions(seed, SIZES), WORK / "logs")
+    manifest = {"seed": seed, "data": asdict(SIZES), "stages": stages, "measured": figures}
+    return _ship(trained, out, manifest)
+
+
+def tokenizer_texts(data: Path) -> list[str]:
+    """The texts that the tokenizer is trained on: messages of all kinds, and the roles' names."""
+    from paravt_ray.data.reader import read_rows
+
+    texts = [ROLES] * TOKENIZER_CONVERSATIONS
+    for name in ("sft_drills", "sft_prior", "sft_train"):
+        for row in read_rows(data / f"{name}.parquet", ["messages"])[:TOKENIZER_CONVERSATIONS]:
+            parts = [part for message in json.loads(row["messages"]) for part in message["content"]]
+            texts += [part["text"] for part in parts if part["type"] == "text"]
+    # The renderer writes the times of frames; no message holds them. Numbers are to be whole, the rare ones too.
+    return texts + [f"<{number}.{number % 10} seconds>" for number in range(1000)] * NUMBER_REPEATS
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    learner = config.learner
+    return {
+        "conversations": config.data.train,
+        "batch_size": config.sft.batch_size,
+        "epochs": config.sft.epochs,
+        "lr": learner.lr,
+        "schedule": learner.schedule,
+    }
+
+
+def _agent_config(model: Path, data: Path) -> Config:
+    overrides = [f"model.path={model}", f"data.train={data}/train.parquet", f"data.valid={data}/valid.parquet"]
+    return load_config(CONFIGS / "debug.yaml", overrides)
+
+
+def _ship(trained: Path, out: Path, manifest: dict[str, Any]) -> Path:
+    files = [file for file in trained.iterdir() if file.suffix in (".json", ".jinja", ".safetensors")]
+    size = sum(file.stat().st_size for file in files)
+    if size > LARGEST_BYTES:
+        raise ValueError(f"The model takes {size / 2**20:.1f} MiB; at most {LARGEST_BYTES >> 20} are shipped.")
+    out.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        shutil.copyfile(file, out / file.name)
+    (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return out
+
+
+if __name__ == "__main__":
+    print(f"Wrote {build_tiny_model(Path(__file__).with_name('assets') / 'tiny', int((sys.argv[1:] or ['0'])[0]))}.")
