@@ -25,7 +25,6 @@ CONFIGS = Path("configs")
 WORK = Path("outputs/tiny")
 """Where the stages' configurations look for what the stage before left."""
 TOKENIZER_CONVERSATIONS = 4000
-NUMBER_REPEATS = 20
 ROLES = "system\nuser\nassistant\n"
 LARGEST_BYTES = 8 << 20
 
@@ -66,8 +65,8 @@ def tokenizer_texts(data: Path) -> list[str]:
         for row in read_rows(data / f"{name}.parquet", ["messages"])[:TOKENIZER_CONVERSATIONS]:
             parts = [part for message in json.loads(row["messages"]) for part in message["content"]]
             texts += [part["text"] for part in parts if part["type"] == "text"]
-    # The renderer writes the times of frames; no message holds them. Numbers are to be whole, the rare ones too.
-    return texts + [f"<{number}.{number % 10} seconds>" for number in range(1000)] * NUMBER_REPEATS
+    # The renderer writes the times of frames; no message holds them.
+    return texts + [f"<{second}.{second % 10} seconds>" for second in range(600)]
 
 
 def _settings(config: Config) -> dict[str, Any]:

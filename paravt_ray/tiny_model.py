@@ -21,11 +21,11 @@ PLAIN_ADDED_TOKENS = (
 )  # fmt: skip
 """Qwen3's added tokens that decoding keeps in the text. `<answer>` is not one of them."""
 
-VOCABULARY = 2048
+VOCABULARY = 1024
 """Most entries that the tokenizer may have; few texts give fewer."""
-PIECES = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""How text is split before pairs are merged. Other than in Qwen's pattern a number up to 999 is one piece, and a letter
-takes no punctuation along: a model this small learns to copy and compare tokens, not spellings."""
+PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How text is split before pairs are merged: each digit alone, as in Qwen's pattern, but letters take no punctuation
+along, so that the `B` of an answer is the `B` of its option."""
 FRAME_SIDE = 32
 CONTEXT_LENGTH = 4096
 

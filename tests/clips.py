@@ -150,7 +150,7 @@ def linear_truth(path: Path) -> list[tuple[int, float]]:
         frames = []
         for frame in container.decode(stream):
             image = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
-            frames.append((read_number(image), float(frame.pts * frame.time_base)))
+            frames.append((read_number(image), float("nan") if frame.pts is None else frame.time))
     return frames
 
 
@@ -241,6 +241,17 @@ RECIPES: dict[str, Recipe] = {
     "h264-one-frame": Recipe(frames=1),
     "h264-ts": Recipe(suffix=".ts", options={"g": "25", "bf": "3"}),
     "h264-flv": Recipe(suffix=".flv", options={"g": "25", "bf": "3"}),
+    "h264-bare": Recipe(suffix=".h264", options={"g": "25", "bf": "2"}),
+    "hevc-ts": Recipe("libx265", ".ts", options={"x265-params": "log-level=none:keyint=25"}),
+    "mpeg1-ps": Recipe("mpeg1video", ".mpg", options={"g": "15", "bf": "2"}),
+    "mpeg2-cbr-ps": Recipe(
+        "mpeg2video",
+        ".vob",
+        options={"g": "15", "bf": "2", "b": "6M", "minrate": "6M", "maxrate": "6M", "bufsize": "1M"},
+    ),
+    "h263-3gp": Recipe("h263", ".3gp", size=(176, 144)),
+    "huffyuv-avi": Recipe("huffyuv", ".avi", pixel_format="yuv422p"),
+    "vp8-ivf": Recipe("libvpx", ".ivf", options={"g": "25", "cpu-used": "8", "deadline": "realtime"}),
     "h264-avi": Recipe(suffix=".avi", options={"g": "25", "bf": "0"}),
     "h264-avi-b": Recipe(suffix=".avi", options={"g": "25", "bf": "2"}),
     "hevc": Recipe("libx265", options={"x265-params": "log-level=none:keyint=30:open-gop=0"}),

@@ -14,8 +14,8 @@ import pytest
 import tool_workers
 from tool_workers import Crop
 
-COUNTED = {"h264-avi-b", "mpeg2-ps"}
-"""Files whose container gives wrong presentation times: frame n is at start + n / rate."""
+COUNTED = {"h264-avi-b", "h264-bare", "mpeg1-ps", "mpeg2-ps"}
+"""Files whose container gives no or wrong presentation times: frame n is at start + n / rate."""
 QUICK = ["h264", "h264-open-gop", "h264-vfr", "h264-ts", "hevc-open-gop", "av1", "vp9-altref", "mpeg4-asp-avi"]
 
 

@@ -483,6 +483,35 @@ def test_a_push_during_rollouts_reaches_everyone_and_loses_nothing() -> None:
     assert {fake.version for fake in script.made} == {3}
 
 
+def test_closing_with_work_in_flight_ends_it() -> None:
+    script = Script(group=lambda fake, spec: HANG)
+    with running(script, make_config(generators=1)) as fleet:
+        batch = fleet.submit(make_specs(3))
+        wait_for(lambda: bool(script.made and script.made[0].groups))
+    with pytest.raises(FleetError, match="No generator is left"):
+        batch.all()
+
+
+def test_a_batch_that_comes_while_the_only_generator_is_being_replaced_waits_for_it() -> None:
+    def ready(fake: Fake) -> float:
+        return 0.1 if fake.life else 0.0
+
+    script = Script(ready=ready, group=lambda fake, spec: 0.001)
+    with running(script, make_config(generators=1)) as fleet:
+        fleet.rollout(make_specs(1))
+        script.made[0].die()
+        wait_for(lambda: fleet.status()[0].state != "serving")
+        assert len(fleet.rollout(make_specs(2))) == 2
+
+
+def test_a_generator_that_cannot_even_be_made_is_an_error_at_once() -> None:
+    def start(index: int) -> Fake:
+        raise ValueError("no actor")
+
+    with GeneratorFleet(make_config(), None, Path(), start) as fleet, pytest.raises(FleetError, match="no actor"):  # type: ignore[arg-type]
+        fleet.wait_started()
+
+
 def test_batches_do_not_take_each_others_groups() -> None:
     script = Script(group=lambda fake, spec: 0.05 if spec.group_id == "g0" else 0.002)
     first, second = make_specs(5), [replace(spec, group_id=f"second/{spec.group_id}") for spec in make_specs(20)]

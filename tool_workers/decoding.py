@@ -13,9 +13,11 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 
 from tool_workers.shot import Shot
-from tool_workers.source import Entry, Source
+from tool_workers.source import Entry, Source, damage_logged, errors_logged
 
 _SCALING = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
+_FLAGS_FRAMES = frozenset({"h264"})
+"""Decoders that mark all frames with errors in them: their log, which holds harmless errors too, is not needed."""
 
 
 class DisorderError(Exception):
@@ -35,9 +37,9 @@ class Decoder:
     ) -> tuple[dict[int, Shot], set[int]]:
         """Return the wanted frames (by presentation time) at `size` = (width, height), and the times of all delivered.
 
-        A frame is missing in the reply if the decoder did not deliver it and reported no error. With `skip`, every
-        frame is decoded from the last keyframe at or before it, and frames that nothing refers to are left out: this
-        changes no other frame. Without, everything is decoded from the first entry on.
+        A frame is missing in the reply if the decoder did not deliver it, or not safely, and reported no error. With
+        `skip`, every frame is decoded from the last keyframe at or before it, and frames that nothing refers to are
+        left out: this changes no other frame. Without, everything is decoded from the first entry on.
 
         Raises:
             DisorderError: where the container's times are made up, and wrong.
@@ -48,6 +50,8 @@ class Decoder:
         for run in _runs(entries, wanted) if skip else [entries]:
             bad: dict[int, str] = {i: entry.problem for i, entry in enumerate(run) if entry.problem}
             pixels = self._decode(run, wanted, size, bad, delivered, skip=skip)
+            if skip and run[0].pts not in delivered and not run[0].packet.is_discard:
+                continue  # the decoder took longer to get going than the keyframe promised: what follows is not safe
             for i, entry in enumerate(run):
                 if entry.pts not in wanted:
                     continue
@@ -70,7 +74,7 @@ class Decoder:
             if keep is not None:
                 needed = packet is None or (packet.pts if packet.pts is not None else packet.dts) in keep
                 context.skip_frame = "DEFAULT" if needed else "NONREF"
-            logged = av.logging.get_last_error()[0]
+            logged = errors_logged()
             try:
                 frames = context.decode(packet)
             except EOFError:
@@ -78,7 +82,7 @@ class Decoder:
             except av.FFmpegError as error:
                 errors.setdefault(index, error.strerror or type(error).__name__)
                 continue
-            if av.logging.get_last_error()[0] > logged:
+            if context.name not in _FLAGS_FRAMES and damage_logged(logged, context.name):
                 errors.setdefault(index, "errors in the data")
             self.frames_decoded += len(frames)
             yield from frames

@@ -47,7 +47,7 @@ class Source:
         Raises:
             ToolError: not_found, unreadable or no_video.
         """
-        # libav reports many a damage only as a log line at level ERROR; those are counted, not printed.
+        # libav reports many a damage only as a log line at level ERROR (see `damage_logged`); none is printed.
         av.logging.set_level(av.logging.ERROR)
         logging.getLogger("libav").setLevel(logging.CRITICAL + 1)
         self.path = path
@@ -65,7 +65,6 @@ class Source:
             raise
         self.context = self.stream.codec_context
         self.context.thread_count = 1
-        self.context.options = {"err_detect": "+crccheck+bitstream+buffer+careful"}
         self.base: Fraction = self.stream.time_base
         self.format: str = self.container.format.name
         self.untimed = self.format in UNTIMED_CONTAINERS
@@ -142,7 +141,7 @@ class Source:
         packets = self.container.demux(self.stream)
         transport = self.format == "mpegts"
         while True:
-            logged = av.logging.get_last_error()[0]
+            logged = errors_logged()
             if transport:  # it tells of lost transport packets in a debug message only
                 av.logging.set_level(av.logging.DEBUG)
             try:
@@ -153,7 +152,7 @@ class Source:
                     av.logging.set_level(av.logging.ERROR)
             if packet is None:
                 return
-            problem = "errors in the container" if av.logging.get_last_error()[0] > logged else ""
+            problem = "errors in the container" if damage_logged(logged, self.format) else ""
             if transport and any(self._continuity.search(text) for _, _, text in messages):
                 problem = "data was lost in transmission"
             yield packet, problem
@@ -172,6 +171,17 @@ class Source:
             if place >= 0 and packet.pos - index[place].pos not in (0, _AVI_CHUNK_HEADER):
                 return "the file is not as its index says"
         return ""
+
+
+def errors_logged() -> int:
+    """Return how many errors libav has logged so far."""
+    return int(av.logging.get_last_error()[0])
+
+
+def damage_logged(since: int, component: str) -> bool:
+    """Whether that demuxer or decoder has logged an error since then, other than on supplemental information."""
+    count, last = av.logging.get_last_error()
+    return bool(count > since and last and last[1] == component and "SEI" not in last[2])
 
 
 def describe(error: Exception) -> str:

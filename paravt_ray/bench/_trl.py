@@ -28,33 +28,30 @@ MOST_CALLING_TURNS = 1
 
 CHAT_TEMPLATE = """\
 {%- macro written(content) -%}
-{%- if content is string %}{{ content }}{% else %}{% for part in content -%}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
-{%- endfor %}{% endif %}
+{%- if content is string -%}{{ content }}
+{%- else -%}
+{%- for part in content -%}
+{%- if part.type == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else -%}{{ part.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
 {%- endmacro -%}
 {%- for message in messages -%}
 {%- if message.role == 'tool' -%}
-{%- if loop.first or loop.previtem.role != 'tool' %}<|im_start|>user
-{% else %}
-{% endif -%}
-<tool_response>
-{{ written(message.content) }}
-</tool_response>
-{%- if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>
-{% endif -%}
+{{- '<|im_start|>user\\n' if loop.first or loop.previtem.role != 'tool' else '\\n' -}}
+{{- '<tool_response>\\n' + written(message.content) + '\\n</tool_response>' -}}
+{{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' -}}
 {%- else -%}
-<|im_start|>{{ message.role }}
-{{ written(message.content) }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endif -%}
+{{- '<|im_start|>' + message.role + '\\n' + written(message.content) -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson -}}
+{{- '}\\n</tool_call>' -}}
 {%- endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-<think>
-{% endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{{- '<|im_start|>assistant\\n<think>\\n' if add_generation_prompt -}}
 """
 """Writes what our own renderer writes, tool replies included."""
 

@@ -215,7 +215,7 @@ class GeneratorFleet:
     def changed(self) -> None:
         """Go on handing out; report where that can never happen again."""
         self._hand_out()
-        if all(life.done() or not member.health.alive for life, member in zip(self._lives, self._members, strict=True)):
+        if all(life.done() for life in self._lives):
             for batch in self._batches:
                 batch.deliver(FleetError(f"No generator is left. {self._summary()}"))
 
@@ -242,6 +242,8 @@ class GeneratorFleet:
         for index in range(self._config.rollout.generators):
             self._members.append(Member(index, self._start, self, self._config))
         self._lives = [self._loop.create_task(member.run()) for member in self._members]
+        for life in self._lives:
+            life.add_done_callback(lambda _: self.changed())
 
     async def _stop_members(self) -> None:
         for life in self._lives:

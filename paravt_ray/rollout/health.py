@@ -86,8 +86,7 @@ class Health:
 
     def died(self, reason: str) -> None:
         """Its process has ended, it hangs, or it failed in a way that cannot be trusted again."""
-        self._expect("died", *(state for state in State if state is not State.RETIRED))
-        if self.state is not State.DEAD:  # the first reason is the cause, later ones are its echoes
+        if self.alive:  # the first reason is the cause, later ones are its echoes
             self.state, self.reason = State.DEAD, reason
 
     def restart(self) -> bool:

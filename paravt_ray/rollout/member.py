@@ -56,7 +56,7 @@ class Desk(Protocol):
         ...
 
     def changed(self) -> None:
-        """A member can take more work than before, or has retired."""
+        """A member can take more work than before."""
         ...
 
 
@@ -82,24 +82,24 @@ class Member:
         """Live until cancelled or retired."""
         while True:
             self._death.clear()
-            self._handle = self._start(self.index)
             try:
+                self._handle = self._start(self.index)
                 await self._live(self._handle)
             except asyncio.CancelledError:
-                await self._end(self._handle)
+                await self._end()
                 raise
             except Exception as error:  # whatever ends a generator's life, it is replaced
-                self._die(_reason(error))
-            self._handle.kill()
+                self.health.died(_reason(error))
+            if self._handle is not None:
+                self._handle.kill()
             await self._drop_work()
             logger.warning("Generator %d died: %s", self.index, self.health.reason)
             if not self.started.done():
                 self.started.set_exception(RuntimeError(self.health.reason))
                 self.health.retire()
-            elif self.health.restart():
-                continue
-            self._desk.changed()
-            return
+                return
+            if not self.health.restart():
+                return
 
     def assign(self, job: Job) -> None:
         """Take on a group."""
@@ -120,26 +120,28 @@ class Member:
         """
         self._pushed.set()
         async with self._loading:
-            if self._handle is None or not self.health.loadable:
+            handle = self._handle
+            if handle is None or not self.health.loadable:
                 return False
             if self._loaded is push:  # it has just caught up by itself
                 return True
             try:
-                await self._load(self._handle, push)
+                await self._load(handle, push)
             except Exception as error:  # typed for the caller; the generator is replaced whatever it was
-                self._die(_reason(error))
+                self._die(handle, _reason(error))
                 raise WeightError(f"Generator {self.index}: {_reason(error)}") from error
             return True
 
     async def canary(self) -> CanaryRun | None:
         """Let it generate the canary; None where it does not serve, or dies of it."""
-        if self._handle is None or not self.health.serving:
+        handle = self._handle
+        if handle is None or not self.health.serving:
             return None
         try:
             async with asyncio.timeout(self._config.rollout.turn_timeout_s + GRACE_S):
-                return await self._handle.canary()
+                return await handle.canary()
         except Exception as error:  # it is replaced, whatever it was
-            self._die(_reason(error))
+            self._die(handle, _reason(error))
             return None
 
     async def _live(self, handle: GeneratorHandle) -> None:
@@ -211,7 +213,7 @@ class Member:
             if not self.health.alive:
                 self._death.set()
         except Exception as error:  # it answered that it is broken, or is gone
-            self._die(_reason(error))
+            self._die(handle, _reason(error))
         else:
             self.health.answered()
             self._desk.changed()
@@ -226,13 +228,13 @@ class Member:
             if group.failures:
                 await self._ask(handle)
         except TimeoutError:
-            self._die(f"It did not return a group within {timeout_s:g} s.")
-            failure = self.health.reason
+            failure = f"It did not return a group within {timeout_s:g} s."
+            self._die(handle, failure)
         except GeneratorDiedError as error:
-            self._die(str(error))
-            failure = self.health.reason
+            failure = str(error)
+            self._die(handle, failure)
         except asyncio.CancelledError:
-            failure = self.health.reason
+            failure = self.health.reason or "The fleet was closed."
         except Exception as error:  # the group's own fault, as far as can be seen
             failure = _reason(error)
         else:
@@ -243,9 +245,10 @@ class Member:
         else:
             self._desk.finished(job, group)
 
-    def _die(self, reason: str) -> None:
-        self.health.died(reason)
-        self._death.set()
+    def _die(self, handle: GeneratorHandle, reason: str) -> None:
+        if handle is self._handle:  # not its successor's fault
+            self.health.died(reason)
+            self._death.set()
 
     async def _drop_work(self) -> None:
         """Cancel what is in flight; each task hands its group back."""
@@ -253,8 +256,11 @@ class Member:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _end(self, handle: GeneratorHandle) -> None:
+    async def _end(self) -> None:
         await self._drop_work()
+        handle = self._handle
+        if handle is None:
+            return
         with contextlib.suppress(Exception):  # it may be dead, hang or not have started: it is killed next
             async with asyncio.timeout(SHUTDOWN_S):
                 await handle.shutdown()
