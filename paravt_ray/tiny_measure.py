@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Protocol
 
 from paravt_ray.chat import Chat
-from paravt_ray.config import Config
+from paravt_ray.config import Config, model_directory
 from paravt_ray.data.reader import read_samples
 from paravt_ray.data.synth import FRAME_BUDGETS
 from paravt_ray.data.synth_questions import KINDS, Question, overview_times, seen_at
@@ -58,7 +58,7 @@ def measure(config: Config, questions: Sequence[Question], logs: Path) -> dict[s
         UserError: the engine does not start.
         ValueError: the questions are not those of the file, or a rollout failed.
     """
-    chat = Chat.from_pretrained(config.model.path)
+    chat = Chat.from_pretrained(model_directory(config))
     with started_fleet(config, chat, logs) as fleet:
         return {f"t{t:g}": slices(roll_out(fleet, config, questions, t)) for t in TEMPERATURES}
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tool_workers.decoding import DisplayMatrix
 from tool_workers.planning import plan_crop, plan_overview
 from tool_workers.records import Limits, VideoInfo
 from tool_workers.sizes import check_limits, fit_size
@@ -113,3 +115,19 @@ def test_usual_sizes() -> None:
 def test_impossible_limits_are_refused(limits: Limits) -> None:
     with pytest.raises(ValueError, match="pixels"):
         check_limits(limits)
+
+
+@pytest.mark.parametrize(
+    "matrix", [(a, 0, 0, d) for a in (1, -1) for d in (1, -1)] + [(0, b, c, 0) for b in (1, -1) for c in (1, -1)]
+)
+def test_turned_and_mirrored_pictures_are_put_upright(matrix: tuple[int, int, int, int]) -> None:
+    """By the definition: a stored point (x, y), measured from the centre, is displayed at (a x + c y, b x + d y)."""
+    a, b, c, d = matrix
+    stored = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    shown = DisplayMatrix(a << 16, b << 16, c << 16, d << 16).apply(stored)
+    height, width = shown.shape[:2]
+    for row in range(4):
+        for column in range(6):
+            x, y = column - 2.5, row - 1.5
+            place = round(b * x + d * y + (height - 1) / 2), round(a * x + c * y + (width - 1) / 2)
+            assert np.array_equal(shown[place], stored[row, column])

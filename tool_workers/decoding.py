@@ -60,6 +60,8 @@ class Decoder:
                     found[entry.pts] = Shot(time, None, f"the frame at {time:.3f} s is damaged ({problem})")
                 elif entry.pts in pixels:
                     found[entry.pts] = Shot(time, pixels[entry.pts])
+                elif bad:
+                    found[entry.pts] = Shot(time, None, f"the frame at {time:.3f} s was lost to damage near it")
         return found, delivered
 
     def frames(self, packets: Iterable[Any], errors: dict[int, str], keep: set[int] | None = None) -> Iterator[Any]:
@@ -69,7 +71,6 @@ class Decoder:
         """
         context = self._source.context
         context.flush_buffers()
-        index = -1
         for index, packet in enumerate((*packets, None)):
             if keep is not None:
                 needed = packet is None or (packet.pts if packet.pts is not None else packet.dts) in keep

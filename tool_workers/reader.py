@@ -101,20 +101,21 @@ class Reader:
 
     def _read(self, stretch: _Stretch, targets: Sequence[Target], size: tuple[int, int]) -> list[Shot]:
         entries = stretch.entries
-        chosen = [self._choose(_displayed(entries), target) for target in targets]
+        chosen = self._choose(_displayed(entries), targets)
         found, _ = self._decoder.shots(entries, _known(chosen), size, skip=True)
         if any(pts is None or pts not in found or found[pts].problem for pts in chosen):
             # Perhaps the decoder needs a longer run-up than from one keyframe: start at an earlier one, skip nothing.
             entries = self._gather(targets, keyframes=2).entries
-            chosen = [self._choose(_displayed(entries), target) for target in targets]
+            chosen = self._choose(_displayed(entries), targets)
             found, delivered = self._decoder.shots(entries, _known(chosen), size, skip=False)
             if not _known(chosen) <= found.keys():
                 # Some packets bring no frame of their own: choose among the frames that are really delivered.
                 frames = [frame for frame in _displayed(entries) if frame[0] in delivered or frame[0] in found]
-                chosen = [self._choose(frames, target) for target in targets]
+                chosen = self._choose(frames, targets)
                 found |= self._decoder.shots(entries, _known(chosen) - found.keys(), size, skip=False)[0]
+        suspect = any(entry.problem for entry in entries)
         return [
-            self._lost(entries, pts, target) or found[pts]
+            (suspect and self._lost(entries, pts, target)) or found[pts]
             if pts is not None and pts in found
             else Shot(target.time, None, f"there is no frame at {target.time:.3f} s")
             for pts, target in zip(chosen, targets, strict=True)
@@ -198,8 +199,11 @@ class Reader:
     def _lowest(self, targets: Sequence[Target]) -> int:
         return self._source.floor(targets[0].time - targets[0].before)
 
-    def _choose(self, frames: Sequence[tuple[int, bool]], target: Target) -> int | None:
-        """Return the pts of the frame that stands for the target (see `Target`), None where there is none."""
+    def _choose(self, frames: Sequence[tuple[int, bool]], targets: Sequence[Target]) -> list[int | None]:
+        """Return the pts of the frame that stands for each target (see `Target`), None where there is none."""
+        return [self._choose_one(frames, target) for target in targets]
+
+    def _choose_one(self, frames: Sequence[tuple[int, bool]], target: Target) -> int | None:
         begins = bisect_left(frames, (self._source.ceil(target.time), False))
         if begins < len(frames) and frames[begins][0] < self._source.ceil(target.time + target.after):
             return frames[begins][0]

@@ -23,7 +23,6 @@ _READ_ERRORS = 16
 _HOLE = bytes(64)
 """More zeros in a row than any sound packet of the codecs below holds: a part of the file that was never written."""
 _HOLE_CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d"})
-_AVI_CHUNK_HEADER = 8
 _EPSILON_S = 1e-6
 
 
@@ -49,6 +48,7 @@ class Source:
         """
         # libav reports many a damage only as a log line at level ERROR (see `damage_logged`); none is printed.
         av.logging.set_level(av.logging.ERROR)
+        av.logging.set_skip_repeated(False)  # the same file may be read twice, and be damaged both times
         logging.getLogger("libav").setLevel(logging.CRITICAL + 1)
         self.path = path
         self.bytes_read = 0
@@ -68,6 +68,7 @@ class Source:
         self.base: Fraction = self.stream.time_base
         self.format: str = self.container.format.name
         self.untimed = self.format in UNTIMED_CONTAINERS
+        self._index_offset: int | None = None
         self._continuity = re.compile(rf"Continuity check failed for pid {self.stream.id}\b")
 
     def close(self) -> None:
@@ -92,9 +93,11 @@ class Source:
         """Yield the packets from here to the end of the file; what cannot be read goes to `problems`."""
         held: Entry | None = None  # until what follows shows that the data was read in step
         failures = 0
+        lost = ""
         while failures < _READ_ERRORS:
             try:
-                for packet, problem in self._packets():
+                for packet, told in self._packets():
+                    problem, lost = told or lost, ""
                     if held:
                         yield held._replace(problem=held.problem or problem)
                         held = None
@@ -109,7 +112,8 @@ class Source:
                 break
             except av.FFmpegError as error:
                 failures += 1
-                self.problems.append(f"the file cannot be read on ({describe(error)})")
+                lost = f"the file cannot be read on ({describe(error)})"
+                self.problems.append(lost)
         if held:
             yield held
 
@@ -168,8 +172,11 @@ class Source:
         if self.format == "avi":
             index = self.stream.index_entries
             place = index.search_timestamp(packet.dts, any_frame=True) if packet.dts is not None else -1
-            if place >= 0 and packet.pos - index[place].pos not in (0, _AVI_CHUNK_HEADER):
-                return "the file is not as its index says"
+            if place >= 0:
+                offset = packet.pos - index[place].pos
+                self._index_offset = offset if self._index_offset is None else self._index_offset
+                if offset != self._index_offset:
+                    return "the file is not as its index says"
         return ""
 
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 from tool_workers.calls import Call
 from tool_workers.cropper import Cropper
@@ -16,6 +17,9 @@ from tool_workers.stats import Latencies, WorkerStats, resident_bytes
 
 WAITS = 2
 """Deadlines that a call may wait in the queue: the call before it may hang for one without costing it its own."""
+
+_NEIGHBOURS = 64
+"""Waiting calls on the same video that are considered when one is decoded for."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ class CropWorker:
                 message = f"The call waited {waited:.1f} s for worker {self._slot}; more workers would shorten that."
                 waiting.reply.set_exception(ToolError(ErrorKind.TIMEOUT, message))
                 continue
-            neighbours = [other.call for other in self._queue if other.call.video == waiting.call.video]
+            same_video = (other.call for other in self._queue if other.call.video == waiting.call.video)
+            neighbours = list(islice(same_video, _NEIGHBOURS))
             try:
                 reply = await loop.run_in_executor(self._thread, self._cropper.serve, waiting.call, neighbours)
             except Exception as error:  # handed to the caller that it belongs to; the queue goes on

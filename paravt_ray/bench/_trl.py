@@ -20,11 +20,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
 from paravt_ray.chat import MAIN_SYSTEM, Chat, frames_reply, question_text
+from paravt_ray.config import Config
 from paravt_ray.episode import Sample
 from tool_workers import crop, overview
 from tool_workers.records import Crop
-
-MOST_CALLING_TURNS = 1
 
 CHAT_TEMPLATE = """\
 {%- macro written(content) -%}
@@ -57,19 +56,6 @@ CHAT_TEMPLATE = """\
 
 
 @dataclass(frozen=True)
-class TrlSettings:
-    """What both tasks need."""
-
-    model: Path
-    folder: Path
-    """For what TRL writes."""
-    group_size: int
-    new_tokens: int
-    """Longest completion, in the tool task with the tools' replies."""
-    temperature: float
-
-
-@dataclass(frozen=True)
 class Step:
     """One measured step."""
 
@@ -81,16 +67,27 @@ class Step:
 class SingleTurns:
     """Text in, one turn out."""
 
-    def __init__(self, settings: TrlSettings, prompts: Sequence[str]) -> None:
-        """Load the model; `prompts` are rendered."""
-        chat = Chat.from_pretrained(settings.model)
+    def __init__(self, config: Config, folder: Path, prompts: Sequence[str]) -> None:
+        """Load the model.
+
+        Args:
+            config: our side's.
+            folder: for what TRL writes.
+            prompts: rendered.
+        """
+        chat = Chat.from_pretrained(config.model.path)
         chat.tokenizer.padding_side = "left"
         self._clock = _Clock()
         self._trainer = GRPOTrainer(
-            _load(settings.model),
+            _load(config),
             self._clock.reward,
-            # A pad that stands for no image would be sampled now and then.
-            _arguments(settings, len(prompts), {"suppress_tokens": list(chat.vision_ids)}),
+            _arguments(
+                config,
+                folder,
+                max_completion_length=config.rollout.max_new_tokens,
+                # A pad that stands for no image would be sampled now and then.
+                generation_kwargs={"suppress_tokens": list(chat.vision_ids)},
+            ),
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
             processing_class=chat.tokenizer,
             callbacks=[self._clock],
@@ -104,46 +101,49 @@ class SingleTurns:
 class ToolTurns:
     """A turn with calls of a crop tool whose frames come back, then an answer, in scripted words."""
 
-    def __init__(self, settings: TrlSettings, samples: Sequence[Sample], turns: Sequence[str], frames: int) -> None:
+    def __init__(self, config: Config, folder: Path, samples: Sequence[Sample], turns: Sequence[str]) -> None:
         """Load the model and decode the overviews.
 
         Args:
-            settings: of both tasks.
+            config: our side's.
+            folder: for what TRL writes.
             samples: each with one video.
             turns: what the model says after the think prefix; calls name the video `0.mp4`.
-            frames: of each overview.
         """
-        processor = AutoProcessor.from_pretrained(settings.model, padding_side="left", local_files_only=True)
+        processor = AutoProcessor.from_pretrained(config.model.path, padding_side="left", local_files_only=True)
         processor.chat_template = CHAT_TEMPLATE
         processor.tokenizer.response_template = qwen3_template
         encode = processor.tokenizer.encode
-        reader = _Reader(samples, max_pixels=processor.image_processor.size["longest_edge"])
+        reader = _Reader(config, samples)
         self._clock = _Clock()
         self._trainer = _ScriptedTrainer(
-            _load(settings.model),
+            _load(config),
             self._clock.reward,
-            _arguments(settings, len(samples), {}),
-            train_dataset=Dataset.from_list([reader.row(sample, frames) for sample in samples]),
+            # In TRL, what the tools return counts too.
+            _arguments(config, folder, max_completion_length=config.model.context_length // 2),
+            train_dataset=Dataset.from_list([reader.row(sample) for sample in samples]),
             processing_class=processor,
             callbacks=[self._clock],
             tools=[reader.tool()],
         )
         self._trainer.script = [
-            [encode(f"{turn.replace('0.mp4', Path(s.videos[0]).name)}<|im_end|>") for turn in turns]
-            for s in samples
-            for _ in range(settings.group_size)
+            [encode(f"{turn.replace('0.mp4', Path(sample.videos[0]).name)}<|im_end|>") for turn in turns]
+            for sample in samples
+            for _ in range(config.rollout.group_size)
         ]
 
     def step(self) -> Step:
         """Generate, call, generate, score, train once.
 
         Raises:
-            RuntimeError: the scripted turns were not all taken.
+            RuntimeError: the scripted turns were not all taken, or a tool call failed.
         """
         step = self._clock.time(self._trainer)
-        turns = len(self._trainer.script[0])
-        if self._trainer.turn != turns:
-            raise RuntimeError(f"TRL took {self._trainer.turn} turns instead of {turns}.")
+        turns, failed = len(self._trainer.script[0]), self._trainer._metrics["train"]["tools/failure_frequency"][-1]
+        if self._trainer.turn != turns or failed:
+            raise RuntimeError(
+                f"TRL took {self._trainer.turn} of {turns} turns; {failed:.0%} of the tool calls failed."
+            )
         return step
 
 
@@ -170,14 +170,15 @@ class _ScriptedTrainer(GRPOTrainer):  # type: ignore[misc]
 class _Reader:
     """The videos as TRL sees them: overviews in the prompts, crops through a tool that is an ordinary function."""
 
-    def __init__(self, samples: Sequence[Sample], max_pixels: int) -> None:
+    def __init__(self, config: Config, samples: Sequence[Sample]) -> None:
         self._videos = {Path(video).name: video for sample in samples for video in sample.videos}
-        self._max_pixels = max_pixels
+        self._config = config
 
-    def row(self, sample: Sample, frames: int) -> dict[str, Any]:
+    def row(self, sample: Sample) -> dict[str, Any]:
         """One line of the data set."""
         (video,) = sample.videos
-        shown = overview(video, frames, max_pixels=self._max_pixels)
+        config = self._config
+        shown = overview(video, config.rollout.overview_frames, max_pixels=config.model.overview_max_pixels)
         # The pictures go into a column of their own; the blocks keep their places.
         blocks = [{key: value for key, value in block.items() if key != "image"} for block in _blocks(shown)]
         text = {"type": "text", "text": f"\n{question_text(sample.question, sample.videos)}"}
@@ -189,6 +190,7 @@ class _Reader:
 
     def tool(self) -> Any:
         """The tool."""
+        tools, max_pixels = self._config.tools, self._config.model.crop_max_pixels
 
         def crop_video(video_path: str, start_time: float, end_time: float) -> list[dict[str, Any]]:
             """Look closely at a part of the video.
@@ -201,7 +203,14 @@ class _Reader:
             Returns:
                 The frames.
             """
-            found = crop(self._videos[video_path], start_time, end_time, max_pixels=self._max_pixels)
+            found = crop(
+                self._videos[video_path],
+                start_time,
+                end_time,
+                fps=tools.crop_fps,
+                max_frames=tools.crop_max_frames,
+                max_pixels=max_pixels,
+            )
             return [{"type": "text", "text": frames_reply((start_time, end_time))}, *_blocks(found)]
 
         return crop_video
@@ -242,28 +251,31 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
         return Step(self._seconds, self._tokens)
 
 
-def _load(model: Path) -> Any:
-    return Qwen3VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32, local_files_only=True)
+def _load(config: Config) -> Any:
+    return Qwen3VLForConditionalGeneration.from_pretrained(
+        config.model.path, dtype=torch.float32, local_files_only=True
+    )
 
 
-def _arguments(settings: TrlSettings, prompts: int, generation: dict[str, Any]) -> Any:
+def _arguments(config: Config, folder: Path, **more: Any) -> Any:
+    """TRL's settings for what our configuration says."""
+    rollout = config.rollout
     return GRPOConfig(
-        output_dir=str(settings.folder),
+        output_dir=str(folder / "trl"),
         use_cpu=not torch.cuda.is_available(),
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=prompts * settings.group_size,
-        num_generations=settings.group_size,
-        max_completion_length=settings.new_tokens,
-        max_tool_calling_iterations=MOST_CALLING_TURNS,
-        temperature=settings.temperature,
-        generation_kwargs=generation,
-        beta=0.0,
-        learning_rate=0.0,
+        per_device_train_batch_size=rollout.prompts_per_step * rollout.group_size,
+        num_generations=rollout.group_size,
+        max_tool_calling_iterations=rollout.max_tool_turns,
+        temperature=rollout.temperature,
+        beta=config.algorithm.kl_coefficient,
+        learning_rate=config.learner.lr,
         max_steps=1,
         shuffle_dataset=False,
         report_to="none",
         save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
+        **more,
     )

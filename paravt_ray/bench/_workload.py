@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from paravt_ray.rollout.spec import GroupSpec
 FRAME_PIXELS = 32 * 32
 """Frames of the tiny model: one visual token each."""
 LONGEST_CLIP_S = 120
+SHUTDOWN_S = 20.0
 _WORDS = ("red", "green", "blue", "yellow", "shape", "window", "second", "from", "to", "what", "where", "when")
 
 
@@ -59,6 +60,20 @@ def local_cluster(cpus: int = 32) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def owned(actor: Any) -> Iterator[Any]:
+    """A generator's actor that is ended, engine and all, with the block."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        yield actor
+    finally:
+        with suppress(RayError):  # dead, hanging (GetTimeoutError) or not started: it is killed next
+            ray.get(actor.shutdown.remote(), timeout=SHUTDOWN_S)
+        ray.kill(actor)
 
 
 def synth_clips(folder: Path, count: int, seed: int = 0) -> list[str]:

@@ -79,6 +79,7 @@ def _measure(clip: Path, pool: CropPool, runner: asyncio.Runner, processes: Proc
     fetched: list[float] = []
     unique: list[float] = []
     bare: list[float] = []
+    decord: list[float] = []
     for index in range(ROUNDS):
         say(f"Round {index + 1} of {ROUNDS} ...")
         group = _groups(clip, f"group{index}")
@@ -88,12 +89,14 @@ def _measure(clip: Path, pool: CropPool, runner: asyncio.Runner, processes: Proc
         single = _unique(clip, f"unique{index}", CLIPS)
         unique.append(_rate(single, lambda w: runner.run(_all_at_once(pool, w))))
         bare.append(_rate(single, lambda w: list(processes.map(_decode, w))))
-    names = "qwen_vl_utils.fetch_video", "bare decode loop (PyAV)"
+        decord.append(_rate(single, lambda w: list(processes.map(_decode_with_decord, w))))
+    names = "qwen_vl_utils.fetch_video", "bare decode loop (PyAV)", "bare decode loop (decord)"
     shape = f"{ROLLOUTS} rollouts x {WINDOWS} windows x {CLIPS} clips"
     return [
         Row(f"{shape}, at once", _median(at_once), _median(fetched), names[0], 5.0, "crops/s"),
         Row(f"{shape}, in turn", _median(one_by_one), _median(fetched), names[0], 5.0, "crops/s"),
         Row(f"{len(single)} unique windows", _median(unique), _median(bare), names[1], 0.9, "crops/s"),
+        Row(f"{len(single)} unique windows", _median(unique), _median(decord), names[2], 0.9, "crops/s"),
     ]
 
 
@@ -174,3 +177,13 @@ def _decode(window: Window) -> int:
                 if taken == min(len(times), MAX_FRAMES):
                     break
     return taken
+
+
+def _decode_with_decord(window: Window) -> int:
+    """The same with decord: the frames of the same times, at the source's size, without resizing them."""
+    import decord
+
+    times = np.arange(np.ceil(window.start * FPS), np.ceil(window.end * FPS)) / FPS
+    reader = decord.VideoReader(window.video, num_threads=1)
+    indices = (times[:MAX_FRAMES] * reader.get_avg_fps()).round().astype(int).tolist()
+    return len(reader.get_batch(indices).asnumpy())

@@ -10,6 +10,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,19 @@ from paravt_ray.bench._peer import Peer
 from paravt_ray.bench._scripted import Script, script_of, start_scripted
 from paravt_ray.bench._simulated import driver_row, overlap_row
 from paravt_ray.bench._table import Row, in_turn, machine, say, show
-from paravt_ray.bench._workload import bench_config, links, local_cluster, question, spec_of, synth_clips, write_film
+from paravt_ray.bench._workload import (
+    bench_config,
+    links,
+    local_cluster,
+    owned,
+    question,
+    spec_of,
+    synth_clips,
+    write_film,
+)
 from paravt_ray.chat import Chat, main_messages, question_text
 from paravt_ray.config import Config, model_directory
-from paravt_ray.episode import Frame, Group, Sample
+from paravt_ray.episode import CallStatus, Frame, Group, Sample
 from paravt_ray.errors import UserError
 from paravt_ray.rollout.frames import GroupFrames, crop_pool
 from paravt_ray.rollout.generator import Generator, actor_options
@@ -147,35 +157,33 @@ def generator_row(model: Path, folder: Path, load: Load, rounds: int) -> Row:
     config = bench_config(model, folder / "rollout")
     config.rollout.max_tool_turns, config.rollout.max_new_tokens = 0, load.new_tokens
     chat = Chat.from_pretrained(model)
-    pool = crop_pool(config, chat.patch_factor)
     clip = Path(synth_clips(folder, 1)[0])
     options = actor_options(config, gpu=ray.cluster_resources().get("GPU", 0.0) > 0)
-    actor = ray.remote(Generator).options(**options).remote(config, 0, pool, str(folder))
-    say("Starting two engines (about a minute) ...")
     env = options["runtime_env"]["env_vars"]
-    try:
-        with asyncio.Runner() as runner, Peer(folder / "bare_vllm.log", BareVllm, config, env=env) as bare:
-            ray.get(actor.ready.remote(), timeout=config.rollout.start_timeout_s)
-            tasks = [
-                [question(video, number) for number, video in enumerate(links(clip, f"round{index}", load.prompts))]
-                for index in range(rounds + 1)
-            ]
-            # Both sides find the frames decoded: bare vLLM in its prompts, the generator in the crop service's cache.
-            prompts = [[runner.run(_prepare(pool, config, chat, sample)) for sample in task] for task in tasks]
+    say("Starting two engines (about a minute) ...")
+    with (
+        closing(crop_pool(config, chat.patch_factor)) as pool,
+        owned(ray.remote(Generator).options(**options).remote(config, 0, pool, str(folder))) as actor,
+        Peer(folder / "bare_vllm.log", BareVllm, config, env=env) as bare,
+        asyncio.Runner() as runner,
+    ):
+        ray.get(actor.ready.remote(), timeout=config.rollout.start_timeout_s)
+        tasks = [
+            [question(video, number) for number, video in enumerate(links(clip, f"round{index}", load.prompts))]
+            for index in range(rounds + 1)
+        ]
+        # Both sides find the frames decoded: bare vLLM in its prompts, the generator in the crop service's cache.
+        prompts = [[runner.run(_prepare(pool, config, chat, sample)) for sample in task] for task in tasks]
 
-            def ours(index: int) -> float:
-                return _generator_tokens_per_s(actor, config, tasks[index], load.group_size, index)
+        def ours(index: int) -> float:
+            return _generator_tokens_per_s(actor, config, tasks[index], load.group_size, index)
 
-            def peer(index: int) -> float:
-                seeds = range(load.group_size)
-                requests = [Request(ids, frames, seed) for ids, frames in prompts[index] for seed in seeds]
-                return float(bare.call("tokens_per_s", requests))
+        def peer(index: int) -> float:
+            requests = [Request(*prompt, seed) for prompt in prompts[index] for seed in range(load.group_size)]
+            return float(bare.call("tokens_per_s", requests))
 
-            rates = in_turn(rounds, ours, peer)
-            bare.call("shutdown")
-    finally:
-        ray.kill(actor)
-        pool.close()
+        rates = in_turn(rounds, ours, peer)
+        bare.call("shutdown")
     return Row("generator", rates[0], rates[1], "AsyncLLM", 0.95, "tokens/s")
 
 
@@ -215,16 +223,17 @@ def calls_row(model: Path, folder: Path, calls: Calls, rounds: int) -> Row:
     config.rollout.max_tool_turns, config.rollout.max_new_tokens = len(WINDOWS) + 1, 1024
     config.rollout.subagent_max_new_tokens = calls.summary + 1
     chat = Chat.from_pretrained(model)
-    pool = crop_pool(config, chat.patch_factor)
     parallel, sequential = (
         script_of(chat, WINDOWS, think_tokens=calls.think, summary_tokens=calls.summary, per_turn=per_turn)
         for per_turn in (len(WINDOWS), 1)
     )
-    say("Encoding a film, starting an engine (about a minute) ...")
-    actor = start_scripted(config, 1, pool, folder, parallel)
     film = folder / "film.mp4"
+    say("Encoding a film, starting an engine (about a minute) ...")
     write_film(film, FILM_S)
-    try:
+    with (
+        closing(crop_pool(config, chat.patch_factor)) as pool,
+        owned(start_scripted(config, 1, pool, folder, parallel)) as actor,
+    ):
         ray.get(actor.ready.remote(), timeout=config.rollout.start_timeout_s)
 
         def seconds(script: Script, name: str) -> Callable[[int], float]:
@@ -240,21 +249,13 @@ def calls_row(model: Path, folder: Path, calls: Calls, rounds: int) -> Row:
             return measure
 
         times = in_turn(rounds, seconds(parallel, "parallel"), seconds(sequential, "sequential"))
-    finally:
-        ray.kill(actor)
-        pool.close()
     return Row("answer after 4 parallel calls", times[0], times[1], "4 sequential calls", 2.5, "s", less_is_better=True)
 
 
 def _refuse_failures(groups: Sequence[Group]) -> None:
     """Figures of a round in which something failed mean nothing."""
     failures = [failure for group in groups for failure in group.failures]
-    failures += [
-        f"a call was {r.status}: {r.reply}"
-        for g in groups
-        for e in g.episodes
-        for r in e.call_records
-        if r.status != "served"
-    ]
+    records = [record for group in groups for episode in group.episodes for record in episode.call_records]
+    failures += [f"a call was {r.status}: {r.reply}" for r in records if r.status is not CallStatus.SERVED]
     if failures:
         raise UserError(f"{len(failures)} rollouts failed, so there is nothing to compare: {failures[0]}")

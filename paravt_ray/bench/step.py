@@ -22,7 +22,7 @@ from paravt_ray.bench._workload import bench_config, local_cluster, question, sy
 from paravt_ray.chat import Chat, main_messages, question_text
 from paravt_ray.config import Config, model_directory
 from paravt_ray.episode import Sample
-from paravt_ray.errors import InputError
+from paravt_ray.errors import InputError, UserError
 from paravt_ray.learner.actor import LearnerGroup
 from paravt_ray.rollout.fleet import GeneratorFleet
 from paravt_ray.rollout.frames import crop_pool
@@ -79,7 +79,7 @@ def single_turn_rows(model: Path, folder: Path, sizes: Sizes, rounds: int) -> li
     samples = text_samples(chat, config, sizes)
     prompts = [chat.decode(_text_prompt(chat, config, sample)) for sample in samples]
     with (
-        Peer(folder / "trl_single.log", _trl, "SingleTurns", model, sizes, sizes.new_tokens, prompts, env={}) as trl,
+        Peer(folder / "trl_single.log", _trl_single_turns, config, folder, prompts, env={}) as trl,
         _trainer(config, samples) as trainer,
     ):
         return _rows("single turns", trainer, trl, rounds, goal=1.5)
@@ -92,10 +92,8 @@ def tool_rows(model: Path, folder: Path, sizes: Sizes, rounds: int) -> list[Row]
     chat = Chat.from_pretrained(model)
     samples = [question(video, number) for number, video in enumerate(synth_clips(folder, sizes.prompts))]
     script = script_of(chat, WINDOWS, think_tokens=sizes.think_tokens, summary_tokens=1, per_turn=len(WINDOWS))
-    longest = config.model.context_length // 2
-    task = (samples, script.turns, sizes.overview_frames)
     with (
-        Peer(folder / "trl_tools.log", _trl, "ToolTurns", model, sizes, longest, *task, env={}) as trl,
+        Peer(folder / "trl_tools.log", _trl_tool_turns, config, folder, samples, script.turns, env={}) as trl,
         _trainer(config, samples, script) as trainer,
     ):
         return _rows("tool task", trainer, trl, rounds, goal=3.0)
@@ -120,12 +118,19 @@ def _config(model: Path, run_dir: Path, sizes: Sizes) -> Config:
     return config
 
 
-def _trl(task: str, model: Path, sizes: Sizes, new_tokens: int, *args: Any) -> Any:
-    """Make one of `_trl`'s tasks; TRL is imported in the process that runs it."""
-    from paravt_ray.bench import _trl as trl
+# TRL is imported only in the process that runs it.
 
-    settings = trl.TrlSettings(model, Path(tempfile.mkdtemp()), sizes.group_size, new_tokens, 1.0)
-    return getattr(trl, task)(settings, *args)
+
+def _trl_single_turns(config: Config, folder: Path, prompts: Sequence[str]) -> Any:
+    from paravt_ray.bench._trl import SingleTurns
+
+    return SingleTurns(config, folder, prompts)
+
+
+def _trl_tool_turns(config: Config, folder: Path, samples: Sequence[Sample], turns: Sequence[str]) -> Any:
+    from paravt_ray.bench._trl import ToolTurns
+
+    return ToolTurns(config, folder, samples, turns)
 
 
 @contextmanager
@@ -165,12 +170,12 @@ def _rows(task: str, trainer: BenchTrainer, trl: Peer, rounds: int, goal: float)
 
     our_s, trl_s = in_turn(rounds, ours, theirs)
     steps = read_metrics(trainer.run_dir.metrics_file)
+    if any(step["rollout/failed"] or step["tool/error_rate"] for step in steps):
+        raise UserError(f"Rollouts or calls of the {task} failed, so there is nothing to compare.")
     rollout = trainer.config.rollout
     samples = rollout.prompts_per_step * rollout.group_size
-    say(
-        f"{task}: sampled tokens a step: ours {statistics.fmean(s['rollout/new_tokens'] for s in steps):.0f}, "
-        f"TRL {statistics.fmean(tokens):.0f} (with tool replies)"
-    )
+    sampled = statistics.fmean(step["rollout/new_tokens"] for step in steps) / samples
+    say(f"{task}: tokens a sample: {sampled:.1f} (ours); {statistics.fmean(tokens) / samples:.1f} (TRL, all turns)")
     share = statistics.median(shares[1:])
     return [
         Row(task, samples / our_s, samples / trl_s, "TRL GRPOTrainer", goal, "samples/s"),
