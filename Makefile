@@ -20,6 +20,10 @@ debug: setup $(SYNTH) ## the whole loop on this machine, with a tiny model
 paradox: setup $(SYNTH) ## the paper's comparison on this machine: hours; a look: make paradox steps=4 seeds=1
 	$(PARAVT) paradox configs/paradox.yaml $(if $(steps),steps=$(steps)) $(if $(seeds),seeds=$(seeds)) $(ARGS)
 
+tiny-model: setup ## the tiny model that ships with the package, from a seed (less than half an hour)
+	rm -rf outputs/tiny
+	.venv/bin/python -m paravt_ray.tiny_build
+
 $(SYNTH): | setup
 	$(PARAVT) data synth outputs/synth
 

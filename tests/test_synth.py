@@ -31,8 +31,9 @@ from paravt_ray.data.synth import (
     visible_shares,
 )
 from paravt_ray.data.synth_drills import draw_drill
-from paravt_ray.data.synth_questions import KINDS, LETTERS, draw_question, overview_times, seen_at
-from paravt_ray.data.synth_traces import ERRORS, caption_trace, crop_seconds, main_trace, subagent_trace, summary
+from paravt_ray.data.synth_looking import looking_trace
+from paravt_ray.data.synth_questions import KINDS, LETTERS, draw_question, overview_times
+from paravt_ray.data.synth_traces import ERRORS, crop_seconds, main_trace, subagent_trace, summary
 from paravt_ray.data.synth_video import COLOURS, Clip, plan_clip, write_clip
 from paravt_ray.episode import Frame
 from paravt_ray.parsing import parse_turn
@@ -88,7 +89,7 @@ def test_frame_times_are_those_of_the_crop_service(film: tuple[Clip, Path], coun
     # The traces speak of frames that the model does not see if this rule and the service's ever part ways.
     clip, path = film
     assert overview(path, count, max_pixels=1024).timestamps.tolist() == pytest.approx(overview_times(clip, count))
-    for window in [*clip.empty, *(event.window for event in clip.events)]:
+    for window in [*clip.empty, *(event.window for event in clip.events), (0, 100)]:
         assert crop(path, *window, max_pixels=1024).timestamps.tolist() == pytest.approx(crop_seconds(window))
 
 
@@ -197,14 +198,33 @@ def test_summaries_name_what_a_crop_shows(film: tuple[Clip, Path]) -> None:
     assert summary(clip, clip.empty[0]) == "nothing"
 
 
-def test_captions_agree_with_the_plan() -> None:
+def test_looking_drills_agree_with_the_plan() -> None:
     rng = np.random.default_rng(4)
-    texts = [caption_trace(CLIPS[3], 16, rng)[-1]["content"][0]["text"] for _ in range(20)]
-    by_frame = next(text for text in texts if ": " in text)
-    for line in by_frame.splitlines():
-        time, shown = line.split(": ")
-        event = next((e for e in CLIPS[3].events if seen_at(e, [float(time)]) is not None), None)
-        assert shown == (event.colour if event else "nothing")
+    kinds = set()
+    for index in range(400):
+        clip = CLIPS[index % len(CLIPS)]
+        user, assistant = looking_trace(clip, rng)
+        video, text = user["content"]
+        start, end = (int(t) for t in video["video_url"]["url"].split("#t=")[1].split(","))
+        times = crop_seconds((start, end))
+        assert 0 <= start < end <= clip.duration
+        request, reply = text["text"].strip(), assistant["content"][0]["text"]
+        kinds.add(" ".join(request.split()[:2]))
+        if request.startswith("What colour"):
+            a, b = (int(t) for t in reply.split(" s: ")[0].split(" to "))
+            seen = next(
+                (e.colour for e in clip.events for t in times if e.start <= t < e.end and a <= t < b), "not seen"
+            )
+            assert reply.endswith(f": {seen}")
+        elif ": " in reply:
+            for line in reply.splitlines():
+                time, shown = line.split(": ")
+                event = next((e for e in clip.events if e.start <= float(time) < e.end), None)
+                assert shown == (event.colour if event else "nothing")
+        elif "not seen" not in reply:
+            event = next(e for e in clip.events if e.colour == reply.split()[0])
+            assert event.start <= float(reply.split()[2]) < event.end
+    assert len(kinds) >= 5
 
 
 def test_drills_are_answered_from_their_own_text() -> None:

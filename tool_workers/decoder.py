@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from tool_workers.planning import Target
 from tool_workers.records import ErrorKind, Limits, ToolError, VideoInfo
@@ -93,11 +94,12 @@ class DecoderProcess:
             self.stop()
             raise ToolError(ErrorKind.TIMEOUT, f"Reading {job.path} took longer than {timeout_s:g} s and was stopped.")
         self._jobs += 1
+        if isinstance(reply, Result):
+            self.resident_bytes = reply.resident_bytes
+        if self._jobs >= self._max_jobs or self.resident_bytes > self._max_resident:
+            self.stop()
         if isinstance(reply, ToolError):
             raise reply
-        self.resident_bytes = reply.resident_bytes
-        if self._jobs >= self._max_jobs or reply.resident_bytes > self._max_resident:
-            self.stop()
         return reply
 
     def stop(self) -> int | None:
@@ -114,15 +116,16 @@ class DecoderProcess:
 
     def _start(self) -> Connection:
         ours, theirs = multiprocessing.Pipe()
+        search_path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)  # it finds what we find
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tool_workers.decoder_main", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "tool_workers.decoder_main", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": search_path, "OPENBLAS_NUM_THREADS": "1"},
         )
         theirs.close()
         self._connection = ours
-        self._jobs = 0
+        self._jobs = self.resident_bytes = 0
         self.started += 1
         try:
             ready = ours.poll(_START_TIMEOUT_S) and ours.recv()

@@ -21,8 +21,9 @@ import pyarrow
 import pyarrow.parquet
 
 from paravt_ray.data.synth_drills import drill_trace
+from paravt_ray.data.synth_looking import looking_trace
 from paravt_ray.data.synth_questions import KINDS, Question, draw_question, overview_times, seen_at
-from paravt_ray.data.synth_traces import Message, Style, caption_trace, main_trace, subagent_trace
+from paravt_ray.data.synth_traces import Message, Style, main_trace, subagent_trace
 from paravt_ray.data.synth_video import Clip, plan_clip, write_clip
 from paravt_ray.errors import InputError
 
@@ -31,9 +32,9 @@ BUDGET_ODDS = (0.30, 0.22, 0.20, 0.16, 0.12)
 """Shares of the overview budgets in the conversations: small ones are cheap, and the hard case."""
 SUBAGENT_SHARE = 0.35
 DRILL_SHARE = 0.27
-CAPTION_SHARE = 0.05
-"""Of the prior's conversations: exercises in reading, and plain descriptions."""
-CAPTION_FRAMES = (12, 16, 24)
+"""Of the prior's conversations: exercises like those of `sft_drills`."""
+LOOKING_SHARE = 0.5
+"""Of the exercises: those with frames; the others are text alone."""
 MOST_CLIPS = 1000
 """Clips are named by three digits."""
 
@@ -91,7 +92,7 @@ def synthesize(out_dir: Path, seed: int = 0, sizes: SynthSizes | None = None) ->
         "valid": held_out_questions(seed, sizes),
     }
     conversations = {
-        "sft_drills": draw_drills(sizes.drill_conversations, seed=[seed, 6]),
+        "sft_drills": draw_drills(train, sizes.drill_conversations, seed=[seed, 6]),
         "sft_prior": draw_conversations(train, "code", sizes.prior_conversations, seed=[seed, 3]),
         "sft_train": draw_conversations(train, "json", sizes.sft_conversations, seed=[seed, 4]),
         "sft_valid": draw_conversations(valid, "json", sizes.valid_conversations, seed=[seed, 5]),
@@ -123,23 +124,25 @@ def draw_questions(clips: Sequence[Clip], per_clip: int, seed: Sequence[int]) ->
     return [draw_question(clip, KINDS[i % len(KINDS)], rng) for clip in clips for i in range(per_clip)]
 
 
-def draw_drills(count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
-    """Exercises in reading, without a video."""
+def draw_drills(clips: Sequence[Clip], count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
+    """Exercises in reading and in looking, in turn at random."""
     rng = np.random.default_rng(list(seed))
-    return (drill_trace(rng) for _ in range(count))
+    return (_drill(clips, rng) for _ in range(count))
+
+
+def _drill(clips: Sequence[Clip], rng: np.random.Generator) -> list[Message]:
+    if rng.random() < LOOKING_SHARE:
+        return looking_trace(clips[int(rng.integers(len(clips)))], rng)
+    return drill_trace(rng)
 
 
 def draw_conversations(clips: Sequence[Clip], style: Style, count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
-    """Conversations of main agents and sub-agents about random clips; in the `code` style also drills and captions."""
+    """Conversations of main agents and sub-agents about random clips; in the `code` style also drills."""
     rng = np.random.default_rng(list(seed))
     for _ in range(count):
         clip = clips[int(rng.integers(len(clips)))]
-        lot = rng.random() if style == "code" else 1.0
-        if lot < DRILL_SHARE:
-            yield drill_trace(rng)
-            continue
-        if lot < DRILL_SHARE + CAPTION_SHARE:
-            yield caption_trace(clip, int(rng.choice(CAPTION_FRAMES)), rng)
+        if style == "code" and rng.random() < DRILL_SHARE:
+            yield _drill(clips, rng)
             continue
         question = draw_question(clip, KINDS[int(rng.integers(len(KINDS)))], rng)
         if rng.random() < SUBAGENT_SHARE:

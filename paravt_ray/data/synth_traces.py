@@ -94,24 +94,6 @@ def crop_seconds(window: Window, max_frames: int = 16) -> list[int]:
     return [window[0] + int((i + 0.5) * length / count) for i in range(count)]
 
 
-def caption_trace(clip: Clip, frames: int, rng: np.random.Generator) -> list[Message]:
-    """A plain description of overview frames, as a model meets them in pretraining: frame by frame, or by shape."""
-    times = overview_times(clip, frames)
-    if rng.random() < 0.5:
-        ask = "What does each frame show?"
-        lines = [f"{time:.1f}: {_shown(clip, time)}" for time in times]
-    else:
-        ask = "Which shapes are shown?"
-        seen = {event: [time for time in times if event.start <= time < event.end] for event in clip.events}
-        lines = [f"{event.colour} from {t[0]:.1f} to {t[-1]:.1f}" for event, t in seen.items() if t] or ["nothing"]
-    user = [video_part(clip, f"frames={frames}"), text_part(f"\n{ask}")]
-    return [{"role": "user", "content": user}, text_message("assistant", "\n".join(lines))]
-
-
-def _shown(clip: Clip, time: float) -> str:
-    return next((event.colour for event in clip.events if event.start <= time < event.end), "nothing")
-
-
 def main_trace(question: Question, frames: int, style: Style, rng: np.random.Generator) -> list[Message]:
     """The main agent's whole conversation about one question, with one or two rounds of calls or none."""
     return _Writer(question, frames, style, rng).write()
