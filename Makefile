@@ -1,6 +1,6 @@
 # Every target sets up what it needs; `make debug` and `make test` work on a fresh machine.
 .DEFAULT_GOAL := help
-.PHONY: help setup debug paradox test lint bench mlflow up down submit
+.PHONY: help setup debug tiny-model paradox test lint bench mlflow up down submit
 
 CONFIG ?= configs/debug.yaml
 ARGS ?=
