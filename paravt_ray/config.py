@@ -238,7 +238,6 @@ class TrainerConfig:
     """Held-out samples of one evaluation; 0 takes all."""
     eval_budgets: list[int] = field(default_factory=list)
     """Frame budgets K at each of which every held-out sample is asked; empty for the one that training would use."""
-    step_timeout_s: float = 3600.0
 
 
 @dataclass
@@ -389,6 +388,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "tools.crop_timeout_s": (0.1, None),
     "tools.cache_mb": (0, None),
     "tools.queue_limit": (1, None),
+    "reward.format_weight": (0, None),
     "reward.workers": (1, None),
     "reward.timeout_s": (0.1, None),
     "algorithm.clip_low": (0, 1),
@@ -417,7 +417,6 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "trainer.keep_checkpoints": (1, None),
     "trainer.eval_every": (0, None),
     "trainer.eval_samples": (0, None),
-    "trainer.step_timeout_s": (1, None),
     "eval.subtitle_tokens": (0, None),
     "eval.mcq_answer_tokens": (1, None),
     "eval.other_answer_tokens": (1, None),

@@ -95,7 +95,7 @@ class Trainer:
                 state = read_state(checkpoint)
                 self.stream.restore(state["stream"])
                 self.version = self.asked = int(state["step"])
-            self.run_dir.rewind(self.version)
+            self.run_dir.rewind(self.version if checkpoint else -1)
             mlflow = stack.enter_context(MlflowLogger(self.run_dir, self.config))
             self.tracker = Tracker(self.run_dir, self.progress, mlflow)
             self.progress.stage("starting the engines and the learner", "30 to 60 s")

@@ -106,6 +106,33 @@ def test_the_kl_penalty_is_the_sum_over_an_episodes_sampled_tokens(chat: Chat) -
     assert kl_penalties(rows, 2, config) == pytest.approx(expected)
 
 
+def test_kl_is_no_signal_of_its_own(chat: Chat) -> None:
+    """Equal rewards: what is left is the centred penalty, not a unit advantage made of its rounding."""
+    group = Group("g", SAMPLE, 4, [episode(chat, 0, rewards(1, 1)), episode(chat, 1, rewards(1, 1))])
+    config = Config()
+    config.algorithm.kl_coefficient = 0.01
+    rows = build_rows([group], config)
+    for row, reference in zip(rows, (-1.5, -1.3), strict=True):
+        row.reference_logprobs = np.full(len(row.token_ids), reference, np.float32)
+    set_advantages(rows, [group], chat, config)
+    half = 0.01 * 0.2 * int(rows[0].generated.sum()) / 2
+    assert rows[0].advantages[rows[0].generated] == pytest.approx(-half, abs=1e-6)
+    assert rows[1].advantages[rows[1].generated] == pytest.approx(half, abs=1e-6)
+
+
+def test_the_format_weight_weighs(chat: Chat) -> None:
+    group = Group("g", SAMPLE, 4, [episode(chat, 0, rewards(1, 1.0)), episode(chat, 1, rewards(1, 0.0))])
+    largest = []
+    for weight in (1.0, 0.25):
+        config = Config()
+        config.algorithm.kl_coefficient = 0.0
+        config.reward.format_weight = weight
+        rows = build_rows([group], config)
+        set_advantages(rows, [group], chat, config)
+        largest.append(float(rows[0].advantages.max()))
+    assert largest[1] == pytest.approx(largest[0] / 4)
+
+
 def test_an_unscored_episode_is_refused(chat: Chat) -> None:
     unscored = episode(chat, 0, rewards(1, 1))
     unscored.rewards = None

@@ -31,14 +31,22 @@ def episode_advantages(
     format_rewards: Sequence[float] | FloatArray,
     group_ids: Sequence[str] | Sequence[int],
     config: AlgorithmConfig,
+    *,
+    format_weight: float = 1.0,
+    penalties: Sequence[float] | FloatArray | None = None,
 ) -> EpisodeAdvantages:
     """Group-relative advantages of a batch of N episodes (ParaVT, arXiv 2605.20342, section 4).
 
     Args:
-        task_rewards: [N] R_acc + R_tool, minus the KL penalty where `kl_placement` is `reward`.
-        format_rewards: [N] w_fmt * R_fmt.
+        task_rewards: [N] R_acc + R_tool.
+        format_rewards: [N] R_fmt.
         group_ids: [N] which prompt each episode belongs to; groups may be uneven and need not be contiguous.
         config: `advantage`, `batch_normalise` and `anchoring_scope` are read.
+        format_weight: w_fmt. In scope `structural` it multiplies the format advantage, which has a spread of its own
+            that it would vanish in otherwise.
+        penalties: [N] what the KL term takes off each episode's reward. They are centred within their group and taken
+            off the finished advantages: normalised with the rewards, the small differences of penalties would become
+            the whole signal of every group whose rewards are equal.
 
     Raises:
         ValueError: the lengths differ or a reward is not finite.
@@ -46,9 +54,12 @@ def episode_advantages(
     task, fmt = np.asarray(task_rewards, dtype=np.float64), np.asarray(format_rewards, dtype=np.float64)
     if not len(task) == len(fmt) == len(group_ids):
         raise ValueError(f"{len(task)} task rewards, {len(fmt)} format rewards and {len(group_ids)} group ids.")
+    penalty = group_advantages(np.zeros_like(task) if penalties is None else np.asarray(penalties), group_ids, "mean")
     if config.anchoring_scope == "all":
-        return EpisodeAdvantages(_advantages(task + fmt, group_ids, config), np.zeros_like(task))
-    return EpisodeAdvantages(_advantages(task, group_ids, config), _advantages(fmt, group_ids, config))
+        sequence = _advantages(task + format_weight * fmt, group_ids, config)
+        return EpisodeAdvantages(sequence - penalty, np.zeros_like(task))
+    sequence = _advantages(task, group_ids, config)
+    return EpisodeAdvantages(sequence - penalty, format_weight * _advantages(fmt, group_ids, config))
 
 
 def _advantages(rewards: FloatArray, group_ids: Sequence[str] | Sequence[int], config: AlgorithmConfig) -> FloatArray:

@@ -58,12 +58,13 @@ def set_advantages(rows: Sequence[TrainRow], groups: Sequence[Group], chat: Chat
     episodes = [episode for group in groups for episode in group.episodes]
     penalties = kl_penalties(rows, len(episodes), config)
     task, fmt = [], []
-    for episode, penalty in zip(episodes, penalties, strict=True):
+    for episode in episodes:
         if episode.rewards is None:
             raise ValueError(f"Episode {episode.index} of group {episode.group_id} was never scored.")
-        task.append(episode.rewards.accuracy + episode.rewards.tool - penalty)
-        fmt.append(config.reward.format_weight * episode.rewards.format)
-    advantages = episode_advantages(task, fmt, [episode.group_id for episode in episodes], config.algorithm)
+        task.append(episode.rewards.accuracy + episode.rewards.tool)
+        fmt.append(episode.rewards.format)
+    group_ids, weight = [episode.group_id for episode in episodes], config.reward.format_weight
+    advantages = episode_advantages(task, fmt, group_ids, config.algorithm, format_weight=weight, penalties=penalties)
     token_text = _token_text(chat)
     seen: set[int] = set()
     for row in rows:

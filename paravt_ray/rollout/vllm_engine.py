@@ -233,7 +233,7 @@ def _engine_args(config: Config) -> Any:
 
     model, rollout = config.model, config.rollout
     largest = max(model.overview_max_pixels, model.crop_max_pixels)
-    overview = max(rollout.overview_frames, *rollout.frame_budgets)
+    overview = max(rollout.overview_frames, *rollout.frame_budgets, *config.trainer.eval_budgets)
     crops = config.tools.crop_max_frames * (rollout.max_calls_per_episode if rollout.reply == "frames" else 0)
     if current_platform.is_cpu():
         # Without compilation, in the engine's own process: a start takes seconds instead of minutes, and on a model
