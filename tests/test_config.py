@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,13 @@ def test_shipped_files_load(path: Path) -> None:
 
 def test_all_keys_have_a_section() -> None:
     assert all(key.count(".") == 1 for key in config_items(Config()))
+
+
+def test_every_configuration_that_is_named_exists() -> None:
+    """Documents and cluster files must not send people to a file that is not there or that is refused."""
+    root = Path(__file__).parent.parent
+    texts = [*root.glob("docs/*.md"), *root.glob("cluster/*"), root / "README.md", root / "Makefile"]
+    named = {name for text in texts for name in re.findall(r"configs/\w+\.yaml", text.read_text(encoding="utf-8"))}
+    assert named
+    for name in sorted(named | {f"configs/{file.name}" for file in root.glob("configs/*.yaml")}):
+        load_config(root / name)

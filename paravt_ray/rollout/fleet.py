@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+POLL_S = 0.2
 ATTEMPTS = 3
 """Times that a group is tried; it may be the group that kills its generators."""
 
@@ -185,7 +186,7 @@ class GeneratorFleet:
             FleetError: none could.
         """
         self.wait_started()
-        return self._call(self._canary(), self._config.rollout.turn_timeout_s + 2 * GRACE_S)
+        return self._call(self._canary(), self._recovery_s + self._config.rollout.turn_timeout_s + 2 * GRACE_S)
 
     def status(self) -> list[MemberStatus]:
         """How the generators are."""
@@ -273,7 +274,21 @@ class GeneratorFleet:
         if errors and True not in results:
             raise FleetError(f"No generator could load version {push.version} of the weights. {errors[0]}")
 
+    @property
+    def _recovery_s(self) -> float:
+        """Seconds in which a generator that died is started again and has loaded the weights."""
+        return self._config.rollout.start_timeout_s + self._config.rollout.push_timeout_s
+
+    async def _until_serving(self) -> None:
+        """Wait for a generator that serves: the only one may just be starting again."""
+        deadline = self._loop.time() + self._recovery_s
+        while not any(member.health.serving for member in self._members):
+            if all(life.done() for life in self._lives) or self._loop.time() > deadline:
+                raise FleetError(f"No generator serves. {self._summary()}")
+            await asyncio.sleep(POLL_S)
+
     async def _canary(self) -> list[CanaryRun]:
+        await self._until_serving()
         runs = await asyncio.gather(*(member.canary() for member in self._members))
         found = [run for run in runs if run is not None]
         if not found:
