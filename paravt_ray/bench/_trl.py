@@ -139,7 +139,7 @@ class ToolTurns:
             RuntimeError: the scripted turns were not all taken, or a tool call failed.
         """
         step = self._clock.time(self._trainer)
-        turns, failed = len(self._trainer.script[0]), self._trainer._metrics["train"]["tools/failure_frequency"][-1]
+        turns, failed = len(self._trainer.script[0]), self._trainer.failed
         if self._trainer.turn != turns or failed:
             raise RuntimeError(
                 f"TRL took {self._trainer.turn} of {turns} turns; {failed:.0%} of the tool calls failed."
@@ -153,10 +153,14 @@ class _ScriptedTrainer(GRPOTrainer):  # type: ignore[misc]
     script: list[list[list[int]]]
     """[samples][turns] token ids."""
     turn = 0
+    failed = 0.0
+    """Share of the last step's tool calls that failed."""
 
     def _generate(self, prompts: Any) -> Any:
         self.turn = 0
-        return super()._generate(prompts)
+        generated = super()._generate(prompts)
+        self.failed = self._metrics["train"]["tools/failure_frequency"][-1]  # gone once the step is logged
+        return generated
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         ids = [turns[self.turn] for turns in self.script]
