@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -125,12 +126,23 @@ def encode(recipe: Recipe, path: Path) -> Clip:
             context.color_primaries, context.color_trc, context.colorspace = recipe.colour
         for number, tick in enumerate(ticks):
             container.mux(stream.encode(_picture(recipe, number, tick, base)))
+            if recipe.codec == "libsvtav1" and number == 0:
+                _give_up_real_time()
         container.mux(stream.encode(None))
     if recipe.patch:
         data = bytearray(path.read_bytes())
         recipe.patch(data)
         path.write_bytes(data)
     return clip
+
+
+def _give_up_real_time() -> None:
+    """Undo what SVT-AV1 does as root when it starts: it gives all threads of the process real-time priority.
+
+    Children inherit that, and two that are busy then bring a machine of two cores to a halt.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
 
 
 def _picture(recipe: Recipe, number: int, tick: int, base: Fraction) -> av.VideoFrame:

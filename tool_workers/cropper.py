@@ -79,12 +79,14 @@ class Cropper:
         shots = self._known(file, plan.targets, call)
         missing = [target for target in plan.targets if target not in shots]
         if missing:
-            ordered = tuple(sorted({*missing, *self._worthwhile(file, info, call, plan, missing, neighbours)}))
-            result = self._decode(Job(file.path, ordered, call.limits), file)
-            decoded = dict(zip(ordered, result.shots, strict=True))
+            extra = self._worthwhile(file, info, call, plan, missing, neighbours)
+            ordered = tuple(sorted({*missing, *extra}))
+            result = self._decode(Job(file.path, ordered, call.limits, frozenset(extra)), file)
+            decoded = {t: shot for t, shot in zip(ordered, result.shots, strict=True) if shot is not None}
             with self._lock:
                 for target, shot in decoded.items():
-                    self._cache.put(ShotKey(file, target, call.limits), shot)
+                    if shot.pixels is not None:  # a problem may pass, such as that of a disk that did not answer
+                        self._cache.put(ShotKey(file, target, call.limits), shot)
             shots |= {target: decoded[target] for target in missing}
         return answer(call, plan, [shots[target] for target in plan.targets])
 
@@ -135,7 +137,7 @@ class Cropper:
             except ToolError:
                 continue  # its own turn will tell its caller
         times = [target.time for target in missing]
-        near = [target for target in wanted if _distance(target.time, times) <= _NEAR_S]
+        near = [target for target in wanted.difference(missing) if _distance(target.time, times) <= _NEAR_S]
         return set(near) - self._known(file, near, call).keys()
 
     def _decode(self, job: Job, file: FileId) -> Result:

@@ -27,6 +27,8 @@ class Job:
     path: str
     targets: tuple[Target, ...] = ()
     limits: Limits | None = None
+    optional: frozenset[Target] = frozenset()
+    """Those of the targets that are left out if reaching them means to start at an earlier keyframe."""
     thorough: bool = False
     """Read the whole file and report in `VideoInfo.damage` what is wrong anywhere in it."""
 
@@ -36,7 +38,8 @@ class Result:
     """A decoder's reply to one job."""
 
     info: VideoInfo
-    shots: Sequence[Shot]
+    shots: Sequence[Shot | None]
+    """One for each target; None for an optional one that was left out."""
     bytes_read: int
     frames_decoded: int
     resident_bytes: int

@@ -47,7 +47,7 @@ def _do(job: Job, files: _OpenFiles) -> Result | ToolError:
     try:
         reader = files.get(job.path)
         read, decoded = reader.bytes_read, reader.frames_decoded
-        shots = reader.shots(job.targets, job.limits) if job.limits else []
+        shots = reader.shots(job.targets, job.limits, job.optional) if job.limits else []
         return Result(
             reader.examined() if job.thorough else reader.info,
             shots,

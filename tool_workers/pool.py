@@ -22,7 +22,7 @@ from tool_workers.records import Crop, ErrorKind, Limits, ToolError, VideoInfo
 from tool_workers.stats import WorkerStats, pool_metrics
 from tool_workers.worker import WAITS, CropWorker, WorkerSettings
 
-_STRETCH_S = 64.0
+_STRETCH_S = 32.0
 """Windows whose centres lie in the same stretch of a video go to the same worker, which then decodes them together."""
 _REMEMBERED = 4096
 """Stretches whose worker is remembered."""

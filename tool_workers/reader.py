@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from tool_workers.counted import counted_shots
@@ -70,15 +71,21 @@ class Reader:
         """Close the file."""
         self._source.close()
 
-    def shots(self, targets: Sequence[Target], limits: Limits) -> list[Shot]:
-        """Return a shot for each target, in their order; targets rise. Equal frames share one array."""
+    def shots(
+        self, targets: Sequence[Target], limits: Limits, optional: AbstractSet[Target] = frozenset()
+    ) -> list[Shot | None]:
+        """Return a shot for each target, in their order; targets rise. Equal frames share one array.
+
+        Optional targets that lie before the keyframe from which the others are decoded are left out: None.
+        """
         size = fit_size(self.info.width, self.info.height, limits)
         if not self._counted:
             try:
-                return self._timed_shots(targets, size)
+                shots = self._timed_shots(targets, optional, size)
+                return [shots.get(target) for target in targets]
             except DisorderError:
                 self._counted = True
-        return counted_shots(self._source, self._decoder, self.info, targets, size)
+        return list(counted_shots(self._source, self._decoder, self.info, targets, size))
 
     def examined(self) -> VideoInfo:
         """Read the whole file, without decoding it, and return what it is with all that is wrong with its data."""
@@ -89,23 +96,31 @@ class Reader:
             self.info, damage="; ".join([*filter(None, [self.info.damage]), *found, *self._source.problems[:1]])
         )
 
-    def _timed_shots(self, targets: Sequence[Target], size: tuple[int, int]) -> list[Shot]:
-        shots: list[Shot] = []
-        while len(shots) < len(targets):
-            group = self._next_group(targets[len(shots) :])
-            stretch = self._gather(group, keyframes=1)
-            shots += self._read(stretch, group[: stretch.covered], size)
+    def _timed_shots(
+        self, targets: Sequence[Target], optional: AbstractSet[Target], size: tuple[int, int]
+    ) -> dict[Target, Shot]:
+        shots: dict[Target, Shot] = {}
+        rest = targets
+        while rest:
+            group = self._next_group(rest)
+            first = next((target for target in group if target not in optional), group[0])
+            stretch = self._gather(group, first, keyframes=1)
+            covered, uncovered, rest = group[: stretch.covered], group[stretch.covered :], rest[stretch.covered :]
+            start = stretch.entries[0].pts if stretch.entries else 0
+            kept = [t for t in covered if t not in optional or self._source.floor(t.time) >= start]
+            shots |= zip(kept, self._read(stretch, kept, first, size), strict=True)
             if stretch.problem:
-                shots += [Shot(t.time, None, stretch.problem) for t in group[stretch.covered :]]
+                shots |= {target: Shot(target.time, None, stretch.problem) for target in uncovered}
+                rest = rest[len(uncovered) :]
         return shots
 
-    def _read(self, stretch: _Stretch, targets: Sequence[Target], size: tuple[int, int]) -> list[Shot]:
+    def _read(self, stretch: _Stretch, targets: Sequence[Target], first: Target, size: tuple[int, int]) -> list[Shot]:
         entries = stretch.entries
         chosen = self._choose(_displayed(entries), targets)
         found, _ = self._decoder.shots(entries, _known(chosen), size, skip=True)
         if any(pts is None or pts not in found or found[pts].problem for pts in chosen):
             # Perhaps the decoder needs a longer run-up than from one keyframe: start at an earlier one, skip nothing.
-            entries = self._gather(targets, keyframes=2).entries
+            entries = self._gather(targets, first, keyframes=2).entries
             chosen = self._choose(_displayed(entries), targets)
             found, delivered = self._decoder.shots(entries, _known(chosen), size, skip=False)
             if not _known(chosen) <= found.keys():
@@ -133,7 +148,7 @@ class Reader:
     def _next_group(self, targets: Sequence[Target]) -> Sequence[Target]:
         """Return the first targets, up to a gap that it is cheaper to seek across than to decode."""
         for i in range(1, len(targets)):
-            last, lowest = targets[i - 1].time, self._lowest(targets[i:])
+            last, lowest = targets[i - 1].time, self._lowest(targets[i])
             if self._source.seconds(lowest) - last <= _GAP_S:
                 continue
             self._source.seek(lowest)
@@ -142,28 +157,27 @@ class Reader:
                 return targets[:i]
         return targets
 
-    def _gather(self, targets: Sequence[Target], keyframes: int) -> _Stretch:
-        """Read the packets that decide and deliver the frames of the targets, from `keyframes` before the first on."""
-        lowest = self._lowest(targets)
+    def _gather(self, targets: Sequence[Target], first: Target, keyframes: int) -> _Stretch:
+        """Read the packets that decide and deliver the frames of the targets, from `keyframes` before `first` on."""
+        lowest = self._lowest(first)
         first_tick = self._source.ticks(self.info.start_time)
         for seconds in _BACK_OFF_S:
             goal = lowest - self._source.ticks(seconds)
             if goal < first_tick:
                 break
             self._source.seek(goal)
-            stretch = self._stretch(targets, keyframes)
+            stretch = self._stretch(targets, lowest, keyframes)
             if sum(e.key and e.pts <= lowest for e in stretch.entries) >= keyframes:
                 return stretch
         self._source.seek(first_tick)
-        stretch = self._stretch(targets, keyframes)
+        stretch = self._stretch(targets, lowest, keyframes)
         if stretch.entries and stretch.entries[0].pts <= first_tick:
             return stretch
         self._source.reopen()
-        return self._stretch(targets, keyframes)
+        return self._stretch(targets, lowest, keyframes)
 
-    def _stretch(self, targets: Sequence[Target], keyframes: int) -> _Stretch:
+    def _stretch(self, targets: Sequence[Target], lowest: int, keyframes: int) -> _Stretch:
         needed = [self._source.ceil(t.time + t.after) for t in targets]
-        lowest = self._lowest(targets)
         entries: list[Entry] = []
         starts: list[int] = []
         held = covered = 0
@@ -196,8 +210,8 @@ class Reader:
         covered = sum(self._source.floor(target.time) <= end for target in targets)
         return _Stretch(entries, covered, f"no frames after {self._source.seconds(end):.3f} s: {problems[-1]}")
 
-    def _lowest(self, targets: Sequence[Target]) -> int:
-        return self._source.floor(targets[0].time - targets[0].before)
+    def _lowest(self, target: Target) -> int:
+        return self._source.floor(target.time - target.before)
 
     def _choose(self, frames: Sequence[tuple[int, bool]], targets: Sequence[Target]) -> list[int | None]:
         """Return the pts of the frame that stands for each target (see `Target`), None where there is none."""
