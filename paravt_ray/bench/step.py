@@ -31,6 +31,8 @@ from paravt_ray.tracking.run_dir import RunDir, read_metrics
 ROUNDS = 5
 WINDOWS = ((4, 14), (16, 26), (31, 41), (46, 56))
 """In seconds: the calls of the tool task."""
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+"""TRL's environment; its threads are its own affair."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def single_turn_rows(model: Path, folder: Path, sizes: Sizes, rounds: int) -> li
     samples = text_samples(chat, config, sizes)
     prompts = [chat.decode(_text_prompt(chat, config, sample)) for sample in samples]
     with (
-        Peer(folder / "trl_single.log", _trl_single_turns, config, folder, prompts, env={}) as trl,
+        Peer(folder / "trl_single.log", _trl_single_turns, config, folder, prompts, env=OFFLINE) as trl,
         _trainer(config, samples) as trainer,
     ):
         return _rows("single turns", trainer, trl, rounds, goal=1.5)
@@ -93,7 +95,7 @@ def tool_rows(model: Path, folder: Path, sizes: Sizes, rounds: int) -> list[Row]
     samples = [question(video, number) for number, video in enumerate(synth_clips(folder, sizes.prompts))]
     script = script_of(chat, WINDOWS, think_tokens=sizes.think_tokens, summary_tokens=1, per_turn=len(WINDOWS))
     with (
-        Peer(folder / "trl_tools.log", _trl_tool_turns, config, folder, samples, script.turns, env={}) as trl,
+        Peer(folder / "trl_tools.log", _trl_tool_turns, config, folder, samples, script.turns, env=OFFLINE) as trl,
         _trainer(config, samples, script) as trainer,
     ):
         return _rows("tool task", trainer, trl, rounds, goal=3.0)
