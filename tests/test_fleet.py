@@ -21,7 +21,7 @@ from paravt_ray.episode import Group, Sample, Trajectory
 from paravt_ray.rollout import member
 from paravt_ray.rollout.canary import CanaryRun
 from paravt_ray.rollout.engine import EngineError
-from paravt_ray.rollout.fleet import ATTEMPTS, FleetError, GeneratorFleet
+from paravt_ray.rollout.fleet import FleetError, GeneratorFleet
 from paravt_ray.rollout.generator import GeneratorInfo
 from paravt_ray.rollout.handle import GeneratorDiedError
 from paravt_ray.rollout.health import Health, IllegalTransitionError, State
@@ -352,18 +352,19 @@ def test_failures_on_a_healthy_engine_are_delivered_as_they_are() -> None:
     assert script.made[0].groups == ["g0"]
 
 
-def test_a_group_that_kills_every_generator_is_given_up() -> None:
+@pytest.mark.parametrize("concurrency", [4, 24])
+def test_a_group_that_kills_every_generator_is_given_up_and_no_other(concurrency: int) -> None:
     def group(fake: Fake, spec: GroupSpec) -> float:
         if spec.group_id == "g1":
             fake.die()
         return 0.005
 
     script = Script(group=group)
-    with running(script, make_config(generators=3, concurrency=4)) as fleet:
+    with running(script, make_config(generators=3, concurrency=concurrency)) as fleet:
         groups = fleet.rollout(make_specs(6))
     assert [bool(group.failures) for group in groups] == [False, True, False, False, False, False]
     assert groups[1].failures == ["generator: killed"] * 4
-    assert sum(fake.groups.count("g1") for fake in script.made) == ATTEMPTS
+    assert sum(fake.groups.count("g1") for fake in script.made) == member.ATTEMPTS
 
 
 def test_an_error_in_the_program_fails_the_group_not_the_generator() -> None:
@@ -481,6 +482,39 @@ def test_a_push_during_rollouts_reaches_everyone_and_loses_nothing() -> None:
         groups = batch.collect(30)
     assert len({group.group_id for group in groups}) == 30
     assert {fake.version for fake in script.made} == {3}
+
+
+def test_a_push_and_its_canary_wait_for_the_only_generator_to_come_back() -> None:
+    script = Script(ready=lambda fake: 0.3 if fake.life else 0.0, group=lambda fake, spec: 0.001)
+    with running(script, make_config(generators=1)) as fleet:
+        fleet.rollout(make_specs(1))
+        script.made[0].die()
+        wait_for(lambda: fleet.status()[0].state == "starting")
+        fleet.push_weights(make_push(5))
+        assert [run.version for run in fleet.canary()] == [5]
+
+
+def test_a_generator_that_dies_while_it_loads_is_no_fault_of_the_push() -> None:
+    def push(fake: Fake, push: Push) -> None:
+        if fake.life == 0:
+            fake.die()
+
+    script = Script(push=push, group=lambda fake, spec: 0.001)
+    with running(script, make_config(generators=1)) as fleet:
+        fleet.push_weights(make_push(5))
+        assert [run.version for run in fleet.canary()] == [5]
+
+
+def test_a_batch_is_not_silent_while_an_earlier_one_is_served() -> None:
+    script = Script(group=lambda fake, spec: 0.05)
+    with running(script, make_config(generators=1, concurrency=4)) as fleet:
+        fleet.submit(make_specs(10))
+        late = fleet.submit(make_specs(1))
+        late._silence_s = 0.2  # less than the earlier batch takes
+        assert len(late.all()) == 1
+        late._silence_s = 0.05
+        with pytest.raises(FleetError, match="No group came back"):
+            late.collect(1)
 
 
 def test_closing_with_work_in_flight_ends_it() -> None:

@@ -24,7 +24,7 @@ from paravt_ray.errors import UserError
 from paravt_ray.rollout.canary import CanaryRun
 from paravt_ray.rollout.generator import GeneratorInfo
 from paravt_ray.rollout.handle import GeneratorHandle, RayGenerator
-from paravt_ray.rollout.member import GRACE_S, SHUTDOWN_S, Job, Member
+from paravt_ray.rollout.member import ATTEMPTS, GRACE_S, SHUTDOWN_S, Job, Member
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.weights.push import Push
 
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 POLL_S = 0.2
-ATTEMPTS = 3
-"""Times that a group is tried; it may be the group that kills its generators."""
 
 
 class FleetError(UserError):
@@ -59,10 +57,16 @@ class MemberStatus:
 class Batch:
     """Groups that were asked for together. Several batches may be under way; none gets another one's groups."""
 
-    def __init__(self, specs: Sequence[GroupSpec], silence_s: float) -> None:
-        """`silence_s`: seconds without any group after which a healthy fleet would have delivered one."""
+    def __init__(self, specs: Sequence[GroupSpec], silence_s: float, delivered_at: Callable[[], float]) -> None:
+        """Nothing is handed out yet.
+
+        Args:
+            specs: the groups.
+            silence_s: seconds without any group after which a healthy fleet would have delivered one.
+            delivered_at: when the fleet last delivered a group of any batch, by `time.monotonic`.
+        """
         self._specs = list(specs)
-        self._silence_s = silence_s
+        self._silence_s, self._delivered_at = silence_s, delivered_at
         self._results: queue.SimpleQueue[Group | FleetError] = queue.SimpleQueue()
         self.deliver: Callable[[Group | FleetError], None] = self._results.put
 
@@ -73,11 +77,15 @@ class Batch:
             FleetError: no generator is left, or nothing comes back any more.
         """
         groups: list[Group] = []
+        waited_since = time.monotonic()
         while len(groups) < count:
+            silent_s = time.monotonic() - max(waited_since, self._delivered_at())
+            if silent_s > self._silence_s:
+                raise FleetError(f"No group came back for {silent_s:.0f} s.")
             try:
-                result = self._results.get(timeout=self._silence_s)
-            except queue.Empty as error:
-                raise FleetError(f"No group came back for {self._silence_s:g} s.") from error
+                result = self._results.get(timeout=self._silence_s - silent_s)
+            except queue.Empty:
+                continue  # earlier batches may have been served in the meantime
             if isinstance(result, FleetError):
                 raise result
             groups.append(result)
@@ -116,6 +124,7 @@ class GeneratorFleet:
         self._members: list[Member] = []
         self._lives: list[asyncio.Task[None]] = []
         self._closing = False
+        self._delivered_at = time.monotonic()
         self.push: Push | None = None
         """The weights that generators serve with; None for those of the checkpoint."""
 
@@ -155,24 +164,24 @@ class GeneratorFleet:
     def submit(self, specs: Sequence[GroupSpec]) -> Batch:
         """Hand out prompts without waiting for their groups. Earlier batches are served first."""
         self.wait_started()
-        rollout = self._config.rollout
-        # The longest that a healthy fleet can be silent: a generator dies at its group's deadline, and its successor
-        # starts, loads the weights and takes as long again.
-        silence_s = 4 * rollout.episode_timeout_s + rollout.start_timeout_s + rollout.push_timeout_s + 4 * GRACE_S
-        batch = Batch(specs, silence_s)
+        # The longest that a working fleet can be silent: a group dies at its deadline in every attempt, and before
+        # each new one a generator starts and loads the weights.
+        attempt_s = 2 * self._config.rollout.episode_timeout_s + GRACE_S
+        silence_s = ATTEMPTS * (attempt_s + self._recovery_s + GRACE_S)
+        batch = Batch(specs, silence_s, lambda: self._delivered_at)
         self._loop.call_soon_threadsafe(self._take_on, batch, [Job(spec, batch.deliver) for spec in specs])
         return batch
 
     def push_weights(self, push: Push) -> float:
         """Have every generator load a version, and every one that is (re)started later before it takes work.
 
-        A generator that fails is replaced.
+        A generator that fails is replaced, and its successor loads them.
 
         Returns:
             Seconds that it took.
 
         Raises:
-            FleetError: not one generator could load it; with the first one's reason.
+            FleetError: not one generator that runs could load it; with the first one's reason.
         """
         self.wait_started()
         started = time.perf_counter()
@@ -198,7 +207,7 @@ class GeneratorFleet:
 
     def finished(self, job: Job, group: Group) -> None:
         """Deliver a group."""
-        job.deliver(group)
+        self._deliver(job, group)
         self._hand_out()
 
     def failed(self, job: Job, reason: str) -> None:
@@ -210,7 +219,7 @@ class GeneratorFleet:
             self._jobs.appendleft(job)
         else:
             failures = [f"generator: {reason}"] * spec.group_size
-            job.deliver(Group(spec.group_id, spec.sample, spec.frame_budget, [], failures))
+            self._deliver(job, Group(spec.group_id, spec.sample, spec.frame_budget, [], failures))
         self._hand_out()
 
     def changed(self) -> None:
@@ -222,6 +231,10 @@ class GeneratorFleet:
 
     # ---- in the loop's thread --------------------------------------------------------------------------------------
 
+    def _deliver(self, job: Job, group: Group) -> None:
+        self._delivered_at = time.monotonic()
+        job.deliver(group)
+
     def _take_on(self, batch: Batch, jobs: list[Job]) -> None:
         self._batches.add(batch)
         self._jobs.extend(jobs)
@@ -230,11 +243,11 @@ class GeneratorFleet:
     def _hand_out(self) -> None:
         """Give waiting groups to the generators with the fewest episodes, as far as there is room."""
         while self._jobs and not self._closing:
-            serving = [member for member in self._members if member.health.serving]
+            serving = [member for member in self._members if member.health.serving and not member.reserved]
             member = min(serving, key=lambda m: m.episodes, default=None)
-            size = self._jobs[0].spec.group_size
+            job = self._jobs[0]
             # A group that is larger than what may be in flight goes to a generator that has nothing else.
-            room = self._config.rollout.concurrency - size
+            room = 0 if job.last_attempt else self._config.rollout.concurrency - job.spec.group_size
             if member is None or (member.episodes > 0 and member.episodes > room):
                 return
             member.assign(self._jobs.popleft())

@@ -28,6 +28,8 @@ SUSPECT_S = 60.0
 GRACE_S = 30.0
 """Seconds that a generator has, beyond its own deadline, to say that it missed it."""
 SHUTDOWN_S = 15.0
+ATTEMPTS = 3
+"""Times that a group is tried; it may be the group that kills its generators."""
 
 
 @dataclass(eq=False)
@@ -39,6 +41,12 @@ class Job:
     """Takes the finished group."""
     failures: list[str] = field(default_factory=list)
     """A reason for each attempt that failed."""
+
+    @property
+    def last_attempt(self) -> bool:
+        """Whether it is given up if it fails once more. It is made alone, so that who kills a generator kills no other
+        group's last chance with it."""
+        return len(self.failures) == ATTEMPTS - 1
 
 
 class Desk(Protocol):
@@ -69,6 +77,8 @@ class Member:
         self.health = Health(config.rollout.max_restarts, SUSPECT_S, time.monotonic)
         self.episodes = 0
         """In flight."""
+        self.reserved = False
+        """Whether a group makes its last attempt here, alone."""
         self.started: asyncio.Future[GeneratorInfo] = asyncio.get_running_loop().create_future()
         """The first start: where the generator runs, or why it does not."""
         self._handle: GeneratorHandle | None = None
@@ -105,6 +115,7 @@ class Member:
         """Take on a group."""
         assert self._handle is not None
         self.episodes += job.spec.group_size
+        self.reserved = job.last_attempt
         task = asyncio.get_running_loop().create_task(self._roll_out(self._handle, job))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -127,6 +138,9 @@ class Member:
                 return True
             try:
                 await self._load(handle, push)
+            except GeneratorDiedError as error:  # no fault of the weights; its successor loads them
+                self._die(handle, _reason(error))
+                return False
             except Exception as error:  # typed for the caller; the generator is replaced whatever it was
                 self._die(handle, _reason(error))
                 raise WeightError(f"Generator {self.index}: {_reason(error)}") from error
@@ -225,7 +239,7 @@ class Member:
         try:
             async with asyncio.timeout(timeout_s):
                 group = await handle.rollout_group(job.spec)
-            if group.failures:
+            if group.failures and not self._loading.locked():
                 await self._ask(handle)
         except TimeoutError:
             failure = f"It did not return a group within {timeout_s:g} s."
@@ -240,6 +254,7 @@ class Member:
         else:
             failure = "" if self.health.alive else self.health.reason
         self.episodes -= job.spec.group_size
+        self.reserved = False
         if failure:
             self._desk.failed(job, failure)
         else:
