@@ -72,7 +72,6 @@ class RolloutConfig:
     group_size: int = 8
     """Episodes of one prompt."""
     temperature: float = 0.7
-    top_p: float = 1.0
     max_new_tokens: int = 2048
     """Tokens of one assistant turn."""
     max_tool_turns: int = 3
@@ -366,7 +365,6 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "rollout.prompts_per_step": (1, None),
     "rollout.group_size": (1, None),
     "rollout.temperature": (0.01, 10),
-    "rollout.top_p": (0.01, 1),
     "rollout.max_new_tokens": (1, None),
     "rollout.max_tool_turns": (0, None),
     "rollout.max_calls_per_turn": (1, None),
@@ -517,11 +515,6 @@ def check_config(config: Config) -> None:
         )
     if config.learner.zero_stage == 0 and config.learner.offload_optimizer:
         raise ConfigError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3.")
-    if config.rollout.top_p < 1.0:
-        raise ConfigError(
-            "rollout.top_p below 1 cuts the distribution that log-probs are taken from, which the learner "
-            "does not mirror; set rollout.top_p=1.0 and use rollout.temperature."
-        )
 
 
 def model_directory(config: Config) -> Path:

@@ -47,7 +47,6 @@ def test_file_then_overrides(file: Path) -> None:
         ("rollout.frame_budgets=[0,4]", r"rollout\.frame_budgets"),
         ("rollout.frame_budgets=4", r"rollout\.frame_budgets"),
         ("rollout.min_group_size=9", r"rollout\.min_group_size is 9, more than rollout\.group_size"),
-        ("rollout.top_p=0.9", r"rollout\.top_p"),
         ("data.max_unusable=1.5", r"data\.max_unusable is 1.5, but must be between 0 and 1"),
         ("trainer.seed", r"'trainer.seed' is not an override: write it as key=value"),
         ("trainer.steps=[1", r"The value in 'trainer\.steps=\[1' is not readable"),

@@ -59,7 +59,6 @@ class ScriptedEngine:
     def __init__(self, engine: VllmEngine, chat: Chat, config: Config, script: Script) -> None:
         """`engine` does the work."""
         self._engine, self._chat, self._script = engine, chat, script
-        self._top_p = config.rollout.top_p
         self._subagent = chat.render([Message("system", (SUBAGENT_SYSTEM,))]).ids
         self._number = 0
 
@@ -86,7 +85,6 @@ class ScriptedEngine:
 
         params = SamplingParams(
             temperature=sampling.temperature,
-            top_p=self._top_p,
             max_tokens=tokens,
             seed=sampling.seed,
             logprobs=0,

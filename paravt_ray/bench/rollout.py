@@ -132,7 +132,6 @@ class BareVllm:
         rollout, chat = self._config.rollout, self._chat
         params = SamplingParams(
             temperature=rollout.temperature,
-            top_p=rollout.top_p,
             max_tokens=rollout.max_new_tokens,
             seed=request.seed,
             logprobs=0,

@@ -147,4 +147,6 @@ def _settle(call: ToolCall, first: Answer) -> Answer:
     """The answer of a call whose window was run for `first`: its own, or a repetition for a duplicate."""
     if first.record.call is call:
         return first
-    return Answer(replace(first.record, call=call, status=CallStatus.DUPLICATE, latency_s=0.0), first.reply)
+    served = first.record.status is CallStatus.SERVED
+    status = CallStatus.DUPLICATE if served else first.record.status
+    return Answer(replace(first.record, call=call, status=status, latency_s=0.0), first.reply)

@@ -43,7 +43,7 @@ class Engine(Protocol):
     """vLLM in production, a script in tests."""
 
     async def generate(self, prompt_ids: Sequence[int], frames: Sequence[Frame], sampling: Sampling) -> Generation:
-        """Sample one turn. `prompt_ids` [T] holds one image pad for each of `frames`.
+        """Sample one turn. `prompt_ids` [T] holds one image pad for each of `frames`. Deadlines are the caller's.
 
         Raises:
             EngineError: there is no usable output.

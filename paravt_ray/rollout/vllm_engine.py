@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -69,26 +68,17 @@ class VllmEngine:
         """Sample one turn; see `Engine.generate`.
 
         Raises:
-            EngineError: the engine failed, did not answer within `rollout.turn_timeout_s` or was aborted, or the
-                output cannot be trusted.
+            EngineError: the engine failed or was aborted, or its output is not one whole sample.
         """
         pads = sum(token == self._chat.image_pad for token in prompt_ids)
         if pads != len(frames):
             raise EngineError(f"The prompt has {pads} image pads for {len(frames)} frames.")
-        timeout_s = self._config.rollout.turn_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._generate(list(prompt_ids), frames, sampling)
-        except TimeoutError as error:
-            raise EngineError(f"The engine did not finish a turn within {timeout_s:g} s.") from error
-
-    async def _generate(self, prompt_ids: list[int], frames: Sequence[Frame], sampling: Sampling) -> Generation:
         ids: list[int] = []
         logprobs: list[float] = []
         pieces: list[_Piece] = []
         for attempt in range(_REJECTIONS):
             left = sampling.max_new_tokens - len(ids)
-            piece = await self._sample(prompt_ids + ids, frames, sampling.temperature, left, sampling.seed + attempt)
+            piece = await self._sample([*prompt_ids, *ids], frames, sampling.temperature, left, sampling.seed + attempt)
             pieces.append(piece)
             rejected = piece.token_ids[-1] in self._chat.vision_ids
             kept = len(piece.token_ids) - rejected
@@ -108,7 +98,6 @@ class VllmEngine:
             raise EngineError(self._fault)
         params = SamplingParams(
             temperature=temperature,
-            top_p=self._config.rollout.top_p,
             max_tokens=max_tokens,
             seed=seed,
             logprobs=0,
@@ -145,8 +134,6 @@ class VllmEngine:
             )
         ids = list(completion.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(ids, completion.logprobs or [], strict=False)]
-        if len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)):
-            raise EngineError(f"The engine gave {len(logprobs)} log-probs for {len(ids)} tokens, or one is not finite.")
         versions = [int(span.version) for span in completion.weight_versions or []]
         return _Piece(expanded, ids, logprobs, completion.finish_reason, min(versions, default=self.version))
 
