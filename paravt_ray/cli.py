@@ -141,6 +141,7 @@ def _sft(args: argparse.Namespace) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     config = _load(args)
+    args.goes_on = config.eval.results
     from paravt_ray import evaluation
 
     return evaluation.run(config)
