@@ -152,7 +152,7 @@ class Trainer:
             metrics |= self.push()
 
         # 5. What happened is written down; now and then, everything needed to go on from here.
-        metrics |= step_metrics(groups, self.seconds["rollout"], step - 1)
+        metrics |= step_metrics(groups, self.seconds["rollout"], step - 1) | self.rewards.judge_metrics()
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics["time/step"] = time.perf_counter() - started
         metrics |= self.evaluate(held_out)
