@@ -111,6 +111,9 @@ class RolloutConfig:
     """Times one generator that died is started again before the run is given up on it."""
     min_group_size: int = 2
     """A group that has fewer finished episodes is left out of the step."""
+    dynamic_sampling: int = 0
+    """Most rounds of a step in which groups without signal (too few episodes, or all with the same rewards) are
+    replaced by groups of further prompts (DAPO); 0 trains on whatever the step's own prompts give."""
 
 
 @dataclass
@@ -393,6 +396,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "rollout.push_timeout_s": (1, None),
     "rollout.max_restarts": (0, None),
     "rollout.min_group_size": (1, None),
+    "rollout.dynamic_sampling": (0, None),
     "tools.workers": (1, None),
     "tools.crop_fps": (0.01, None),
     "tools.crop_max_frames": (1, None),

@@ -152,15 +152,15 @@ class GeneratorFleet:
         """
         return self.submit(specs).all()
 
-    def submit(self, specs: Sequence[GroupSpec]) -> Batch:
-        """Hand out prompts without waiting for their groups. Earlier batches are served first."""
+    def submit(self, specs: Sequence[GroupSpec], *, first: bool = False) -> Batch:
+        """Hand out prompts without waiting for their groups, behind those that still wait or `first` of all."""
         self.wait_started()
         rollout = self._config.rollout
         # The longest that a healthy fleet can be silent: a generator dies at its group's deadline, and its successor
         # starts, loads the weights and takes as long again.
         silence_s = 4 * rollout.episode_timeout_s + rollout.start_timeout_s + rollout.push_timeout_s + 4 * GRACE_S
         batch = Batch(specs, silence_s)
-        self._loop.call_soon_threadsafe(self._take_on, batch, [Job(spec, batch.deliver) for spec in specs])
+        self._loop.call_soon_threadsafe(self._take_on, batch, [Job(spec, batch.deliver) for spec in specs], first)
         return batch
 
     def push_weights(self, push: Push) -> float:
@@ -222,9 +222,12 @@ class GeneratorFleet:
 
     # ---- in the loop's thread --------------------------------------------------------------------------------------
 
-    def _take_on(self, batch: Batch, jobs: list[Job]) -> None:
+    def _take_on(self, batch: Batch, jobs: list[Job], first: bool) -> None:
         self._batches.add(batch)
-        self._jobs.extend(jobs)
+        if first:
+            self._jobs.extendleft(reversed(jobs))
+        else:
+            self._jobs.extend(jobs)
         self.changed()
 
     def _hand_out(self) -> None:
