@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -109,6 +110,9 @@ class RolloutConfig:
     """Times one generator that died is started again before the run is given up on it."""
     min_group_size: int = 2
     """A group that has fewer finished episodes is left out of the step."""
+    dynamic_sampling: int = 0
+    """Most rounds of a step in which groups without signal (too few episodes, or all with the same rewards) are
+    replaced by groups of further prompts (DAPO); 0 trains on whatever the step's own prompts give."""
 
 
 @dataclass
@@ -140,10 +144,20 @@ class RewardConfig:
     tool: bool = True
     """Whether R_tool is part of the reward."""
     open_ended: str = "f1"
-    """Score of open-ended answers: `f1`, `exact`."""
+    """Score of open-ended answers: `f1` or `exact` on their words, or `judge`: a chat model's."""
+    judge_url: str = ""
+    """OpenAI-compatible endpoint of the judge, as `http://HOST:8000/v1`. Its key, where it wants one, is read from the
+    environment variable `JUDGE_API_KEY` of the process that is started, and from nowhere else."""
+    judge_model: str = ""
+    """Name of the judge's model at that endpoint."""
+    judge_concurrency: int = 16
+    """Judgements that one reward actor asks for at one time."""
+    judge_retries: int = 3
+    """Times that a judgement is asked for again after status 429 or 5xx, a timeout or a lost connection."""
     workers: int = 1
     """Reward actors."""
     timeout_s: float = 60.0
+    """Deadline for scoring what one actor was given, and for one judgement with all its retries."""
 
 
 @dataclass
@@ -329,7 +343,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "rollout.dispatch": ("parallel", "sequential"),
     "rollout.reply": ("summary", "frames"),
-    "reward.open_ended": ("f1", "exact"),
+    "reward.open_ended": ("f1", "exact", "judge"),
     "algorithm.advantage": ("mean_std", "mean", "leave_one_out"),
     "algorithm.anchoring_scope": ("structural", "all"),
     "algorithm.loss": ("ppo", "gspo", "cispo"),
@@ -380,6 +394,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "rollout.push_timeout_s": (1, None),
     "rollout.max_restarts": (0, None),
     "rollout.min_group_size": (1, None),
+    "rollout.dynamic_sampling": (0, None),
     "tools.workers": (1, None),
     "tools.crop_fps": (0.01, None),
     "tools.crop_max_frames": (1, None),
@@ -387,6 +402,8 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "tools.cache_mb": (0, None),
     "tools.queue_limit": (1, None),
     "reward.format_weight": (0, None),
+    "reward.judge_concurrency": (1, None),
+    "reward.judge_retries": (0, None),
     "reward.workers": (1, None),
     "reward.timeout_s": (0.1, None),
     "algorithm.clip_low": (0, 1),
@@ -503,6 +520,7 @@ def check_config(config: Config) -> None:
             f"rollout.min_group_size is {config.rollout.min_group_size}, more than rollout.group_size "
             f"({config.rollout.group_size}): no group could ever be complete."
         )
+    _check_judge(config.reward)
     if config.algorithm.kl_placement == "loss" and config.algorithm.kl_estimator == "k1":
         raise ConfigError(
             "algorithm.kl_estimator=k1 has no effect with algorithm.kl_placement=loss (its gradient is 0 in "
@@ -515,6 +533,29 @@ def check_config(config: Config) -> None:
         )
     if config.learner.zero_stage == 0 and config.learner.offload_optimizer:
         raise ConfigError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3.")
+
+
+def _check_judge(reward: RewardConfig) -> None:
+    """Refuse a judge that cannot be asked, and an address that would carry a secret into logs and run directories."""
+    for key in ("judge_url", "judge_model"):
+        if reward.open_ended == "judge" and not getattr(reward, key):
+            raise ConfigError(
+                f"reward.open_ended=judge needs reward.{key}: give the address of an OpenAI-compatible endpoint "
+                "(reward.judge_url=http://HOST:8000/v1) and the name of its model (reward.judge_model)."
+            )
+    if not reward.judge_url:
+        return
+    try:
+        url = urlsplit(reward.judge_url)
+        usable = url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
+    except ValueError:  # a port or a bracketed host that is none
+        usable = False
+    if not usable or url.username is not None or url.query or url.fragment:
+        # The value is not repeated: it may hold what should not be shown.
+        raise ConfigError(
+            "reward.judge_url must be a plain address like https://HOST/v1, without user name, password or query: "
+            "a key belongs into the environment variable JUDGE_API_KEY."
+        )
 
 
 def model_directory(config: Config) -> Path:

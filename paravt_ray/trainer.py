@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from paravt_ray.chat import Chat
 from paravt_ray.cluster import connected
 from paravt_ray.config import Config, model_directory
-from paravt_ray.data.reader import SampleStream, read_samples
+from paravt_ray.data.reader import read_samples
 from paravt_ray.doctor import check_resources
 from paravt_ray.episode import Group, Sample
 from paravt_ray.errors import InputError, UserError
 from paravt_ray.evaluation.heldout import evaluate
 from paravt_ray.learner.actor import LearnerGroup
 from paravt_ray.learner.checkpoint import latest_complete, read_state
-from paravt_ray.learner.rows import build_rows, set_advantages
+from paravt_ray.learner.rows import build_rows, has_signal, set_advantages
+from paravt_ray.prompts import PromptQueue
 from paravt_ray.rewards.actor import RewardPool
 from paravt_ray.rollout.canary import canary_row, check_canary
-from paravt_ray.rollout.fleet import Batch, GeneratorFleet
+from paravt_ray.rollout.fleet import GeneratorFleet
 from paravt_ray.rollout.frames import crop_pool
-from paravt_ray.rollout.gating import draw_frame_budget
-from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.logs import log_to_file
 from paravt_ray.tracking.metrics import step_metrics
 from paravt_ray.tracking.mlflow_log import MlflowLogger
@@ -76,15 +73,12 @@ class Trainer:
             progress: where people look.
         """
         self.config, self.model, self.run_dir, self.progress = config, model, run, progress
-        self.stream = SampleStream(samples, config.trainer.seed)
+        self.prompts = PromptQueue(config, samples)
         self.chat = Chat.from_pretrained(model)
         self.version = 0
         """Steps done, and the version of the weights that the learner holds after them."""
-        self.asked = 0
-        """The last step whose prompts were handed out."""
-        self.ahead: deque[tuple[Batch, dict[str, Any]]] = deque()
-        """Steps that are rolled out, oldest first, each with the data position behind its prompts."""
         self.seconds: dict[str, float] = {}
+        """What the stages of a step took."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Trainer:
@@ -93,8 +87,8 @@ class Trainer:
             checkpoint = latest_complete(self.run_dir.checkpoints)
             if checkpoint is not None:
                 state = read_state(checkpoint)
-                self.stream.restore(state["stream"])
-                self.version = self.asked = int(state["step"])
+                self.version = int(state["step"])
+                self.prompts.restore(state["stream"], self.version)
             self.run_dir.rewind(self.version if checkpoint else -1)
             mlflow = stack.enter_context(MlflowLogger(self.run_dir, self.config))
             self.tracker = Tracker(self.run_dir, self.progress, mlflow)
@@ -129,21 +123,21 @@ class Trainer:
 
         # 1. The next prompts, each with its overview budget K, go to the generators; whole groups come back.
         with self.stage("rollout"):
-            self.ask_ahead(step)
-            batch, position = self.ahead.popleft()
-            groups = batch.all()
+            groups = self.prompts.roll_out(self.fleet, step)
 
-        # 2. Every episode is scored from its execution records; groups that lost too many are left out.
+        # 2. Every episode is scored from its execution records. Groups that lost too many are left out; where they and
+        #    those without signal are to be replaced, further prompts go through the same two stages.
         with self.stage("reward"):
             self.rewards.score_groups(groups)
-            complete = self.complete(groups)
+        groups += self.resample(step, groups)
+        chosen = self.choose(groups)
 
         # 3. Rewards become advantages, per group and per token; the learner takes its optimizer steps.
         with self.stage("train"):
-            rows = build_rows(complete, self.config)
+            rows = build_rows(chosen, self.config)
             if self.config.algorithm.kl_coefficient > 0 and self.config.algorithm.kl_placement == "reward":
                 self.learner.add_reference_logprobs(rows)
-            set_advantages(rows, complete, self.chat, self.config)
+            set_advantages(rows, chosen, self.chat, self.config)
             metrics = self.learner.update(rows)
 
         # 4. The new weights go to every generator, and a canary proves that they arrived.
@@ -152,46 +146,40 @@ class Trainer:
             metrics |= self.push()
 
         # 5. What happened is written down; now and then, everything needed to go on from here.
-        metrics |= step_metrics(groups, self.seconds["rollout"], step - 1)
+        metrics |= step_metrics(groups, self.seconds["rollout"], step - 1) | self.rewards.judge_metrics()
+        if self.config.rollout.dynamic_sampling:
+            resampled = len(groups) - self.config.rollout.prompts_per_step
+            metrics |= {"rollout/resampled": float(resampled), "rollout/trained_groups": float(len(chosen))}
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics["time/step"] = time.perf_counter() - started
         metrics |= self.evaluate(held_out)
         self.tracker.log_step(step, metrics, groups)
         every = self.config.trainer.save_every
         if step == self.config.trainer.steps or (every and step % every == 0):
-            self.save(step, position)
+            self.save(step)
 
-    def ask_ahead(self, step: int) -> None:
-        """Hand out the prompts of this step and of as many later ones as `rollout.staleness` allows."""
-        last = min(step + self.config.rollout.staleness, self.config.trainer.steps)
-        while self.asked < last:
-            self.asked += 1
-            batch = self.fleet.submit(self.prompts(self.asked))
-            self.ahead.append((batch, self.stream.state()))
+    def resample(self, step: int, groups: Sequence[Group]) -> list[Group]:
+        """Roll out and score further prompts, at most `rollout.dynamic_sampling` times as many as there lack groups."""
+        further: list[Group] = []
+        for _ in range(self.config.rollout.dynamic_sampling):
+            first = len(groups) + len(further)
+            missing = self.config.rollout.prompts_per_step - len(self.with_signal([*groups, *further]))
+            if missing == 0:
+                break
+            with self.stage("rollout", f"{missing} further prompts in place of groups without signal"):
+                found = self.prompts.roll_out_further(self.fleet, step, range(first, first + missing))
+            with self.stage("reward"):
+                self.rewards.score_groups(found)
+            further += found
+        return further
 
-    def prompts(self, step: int) -> list[GroupSpec]:
-        """What the generators are asked for in one step."""
-        rollout, seed = self.config.rollout, self.config.trainer.seed
-        return [
-            GroupSpec(
-                group_id=f"{step}/{number}",
-                sample=sample,
-                frame_budget=draw_frame_budget(seed, sample.sample_id, epoch, rollout.frame_budgets)
-                if rollout.gating
-                else rollout.overview_frames,
-                group_size=rollout.group_size,
-                temperature=rollout.temperature,
-                seed=seed,
-                epoch=epoch,
-            )
-            for number, (sample, epoch) in enumerate(self.stream.take(rollout.prompts_per_step))
-        ]
+    def choose(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups that are learned from: those that are complete, or those of them with signal if that is asked for.
 
-    def complete(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups that can be learned from.
+        Where none has signal, one step's worth of complete groups is taken, which only the KL term then moves.
 
         Raises:
-            TrainingError: there is none.
+            TrainingError: none is complete.
         """
         smallest = self.config.rollout.min_group_size
         complete = [group for group in groups if len(group.episodes) >= smallest]
@@ -201,7 +189,14 @@ class Trainer:
                 f"No group of step {self.version + 1} has {smallest} finished episodes. "
                 f"Reasons: {'; '.join(reasons[:3]) or 'none given'}. Logs are in {self.run_dir.logs}."
             )
+        if self.config.rollout.dynamic_sampling:
+            return self.with_signal(complete) or complete[: self.config.rollout.prompts_per_step]
         return complete
+
+    def with_signal(self, groups: Sequence[Group]) -> list[Group]:
+        """The complete groups whose rewards differ."""
+        smallest = self.config.rollout.min_group_size
+        return [group for group in groups if len(group.episodes) >= smallest and has_signal(group, self.config)]
 
     def push(self) -> dict[str, float]:
         """Send the learner's weights to all generators and have each prove that it holds them.
@@ -231,10 +226,10 @@ class Trainer:
             found = evaluate(self.fleet, held_out, self.config, budgets, tag=f"eval/{self.version}")
         return {f"eval/{name}": value for name, value in found.flat().items()}
 
-    def save(self, step: int, position: dict[str, Any]) -> None:
-        """Write a checkpoint from which `trainer.resume=auto` goes on, with the prompts after `position`."""
+    def save(self, step: int) -> None:
+        """Write a checkpoint from which `trainer.resume=auto` goes on, with the prompts that no step has consumed."""
         with self.stage("checkpoint"):
-            state = {"step": step, "stream": position}
+            state = {"step": step, "stream": self.prompts.state()}
             self.learner.save(self.run_dir.checkpoint(step), state, self.config.trainer.keep_checkpoints)
 
     @contextmanager
@@ -243,4 +238,4 @@ class Trainer:
         self.progress.stage(name, hint)
         started = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - started
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

@@ -13,7 +13,7 @@ import pytest
 
 from paravt_ray.data import check
 from paravt_ray.data.materialize import materialize, parse_roots
-from paravt_ray.data.reader import DataError, SampleStream, read_samples
+from paravt_ray.data.reader import DataError, Drawn, SampleStream, read_samples
 from paravt_ray.episode import Sample
 from paravt_ray.errors import InputError
 
@@ -195,8 +195,8 @@ def stream(count: int = 10, seed: int = 1) -> SampleStream:
     return SampleStream([Sample(f"s{i}", "?", (), "A", "mcq") for i in range(count)], seed)
 
 
-def ids(drawn: list[tuple[Sample, int]]) -> list[tuple[str, int]]:
-    return [(sample.sample_id, epoch) for sample, epoch in drawn]
+def ids(drawn: list[Drawn]) -> list[tuple[str, int]]:
+    return [(one.sample.sample_id, one.epoch) for one in drawn]
 
 
 def test_each_epoch_asks_every_sample_once_in_another_order() -> None:
@@ -220,6 +220,22 @@ def test_a_restored_stream_goes_on_where_it_stood(taken: int) -> None:
     resumed = stream()
     resumed.restore(state)
     assert ids(resumed.take(15)) == ids(unbroken.take(15))
+
+
+def test_what_was_drawn_ahead_is_drawn_again_and_nothing_else() -> None:
+    """After 2 samples, 3 and 2 ahead of which nothing was used, and 2 from behind them: also across two restarts."""
+    unbroken = stream()
+    drawn = unbroken.take(9)
+    ahead = drawn[2:7]
+    state = json.loads(json.dumps(unbroken.state([one.position for one in ahead])))
+    resumed = stream()
+    resumed.restore(state)
+    assert resumed.state() == state
+    assert resumed.take(3) == ahead[:3]
+    again = stream()
+    again.restore(json.loads(json.dumps(resumed.state())))
+    assert again.take(14) == [*ahead[3:], *unbroken.take(12)]
+    assert "taken" not in again.state()
 
 
 def test_a_stream_is_not_continued_on_other_data_or_with_another_seed() -> None:

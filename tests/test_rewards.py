@@ -19,8 +19,9 @@ from paravt_ray.episode import CallRecord, CallStatus, Episode, Frame, Group, Re
 from paravt_ray.parsing import parse_turn
 from paravt_ray.rewards import accuracy, format_stats, score_episode
 from paravt_ray.rewards.accuracy import parse_window
-from paravt_ray.rewards.actor import RewardPool, RewardPoolError, ScoringFailure
+from paravt_ray.rewards.actor import RewardPool, RewardPoolError
 from paravt_ray.rewards.choices import chosen_option
+from paravt_ray.rewards.outcomes import ScoringFailure
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases" / "accuracy.jsonl").read_text().splitlines()]
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}\n</tool_call>'

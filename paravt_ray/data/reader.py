@@ -10,10 +10,10 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import pyarrow
@@ -241,10 +241,19 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
+class Drawn(NamedTuple):
+    """One sample in its place in the endless order."""
+
+    sample: Sample
+    epoch: int
+    position: int
+    """Samples before it since the start of the run."""
+
+
 class SampleStream:
     """Samples for ever, each epoch in another order that depends on seed, epoch and sample alone.
 
-    The order is the same on every machine and after every restart, so `position` is all there is to save.
+    The order is the same on every machine and after every restart, so positions in it are all there is to save.
     """
 
     def __init__(self, samples: Sequence[Sample], seed: int) -> None:
@@ -260,15 +269,24 @@ class SampleStream:
         self._epoch = -1
         self._order: list[int] = []
         self.position = 0
-        """Samples drawn since the start of the run."""
+        """Where the next sample is drawn."""
+        self._taken: set[int] = set()
+        """Positions from there on whose samples were drawn before a restart."""
 
-    def take(self, count: int) -> list[tuple[Sample, int]]:
-        """The next samples, each with the epoch that it belongs to."""
+    def take(self, count: int) -> list[Drawn]:
+        """The next samples that were not drawn yet."""
         return [self._next() for _ in range(count)]
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the position and what the order depends on."""
-        return {"position": self.position, "seed": self._seed, "samples": self._fingerprint()}
+    def state(self, ahead: Collection[int] = ()) -> dict[str, Any]:
+        """What a checkpoint keeps: where to go on, what was drawn from behind there, and what the order depends on.
+
+        Args:
+            ahead: positions of samples that were drawn and are to be drawn again after a restart.
+        """
+        position = min(ahead, default=self.position)
+        drawn = {*range(position, self.position), *self._taken}.difference(ahead)
+        state = {"position": position, "seed": self._seed, "samples": self._fingerprint()}
+        return state | {"taken": sorted(drawn)} if drawn else state
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where a saved stream stood.
@@ -287,13 +305,17 @@ class SampleStream:
                 "continued. Restore the data (files and videos), or start a new run directory."
             )
         self.position = int(state["position"])
+        self._taken = set(state.get("taken", ()))
 
-    def _next(self) -> tuple[Sample, int]:
+    def _next(self) -> Drawn:
+        while self.position in self._taken:
+            self._taken.remove(self.position)
+            self.position += 1
         epoch, offset = divmod(self.position, len(self._samples))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._shuffled(epoch)
         self.position += 1
-        return self._samples[self._order[offset]], epoch
+        return Drawn(self._samples[self._order[offset]], epoch, self.position - 1)
 
     def _shuffled(self, epoch: int) -> list[int]:
         def key(index: int) -> bytes:

@@ -22,7 +22,8 @@ from paravt_ray.evaluation.export import write_samples
 from paravt_ray.evaluation.results import Owner, ResultFile, owner_of, question_key, read_results
 from paravt_ray.evaluation.splits import SCHEMAS, Question, read_split
 from paravt_ray.evaluation.tables import Score, beside_paper, report, scores
-from paravt_ray.rewards import score_episode
+from paravt_ray.rewards.judge import Judge
+from paravt_ray.rewards.outcomes import ScoringFailure, score_all
 from paravt_ray.rollout.fleet import GeneratorFleet
 from paravt_ray.rollout.frames import crop_pool
 from paravt_ray.rollout.spec import GroupSpec
@@ -98,6 +99,7 @@ def ask(
 ) -> Counter[str]:
     """Ask questions, write each result as it comes, and return what failed, by kind."""
     failures: Counter[str] = Counter()
+    judge = Judge.of(config)
     asked: dict[str, Question] = {}
     for question in questions:
         if all(Path(video).is_file() for video in question.sample.videos):
@@ -111,13 +113,13 @@ def ask(
         for reason in group.failures:
             logger.warning("Sample %s failed: %s", question.sample.sample_id, reason)
             failures[reason.split(":", 1)[0]] += 1
-        for episode in group.episodes:
-            try:
-                episode.rewards = score_episode(episode, config)
-            except ValueError as error:  # the right answer is none of its type
-                logger.warning("Sample %s cannot be scored: %s", question.sample.sample_id, error)
-                failures["right answer unusable"] += 1
+        outcomes = score_all(group.episodes, config, judge).outcomes
+        for episode, outcome in zip(group.episodes, outcomes, strict=True):
+            if isinstance(outcome, ScoringFailure):
+                logger.warning("Sample %s cannot be scored: %s", question.sample.sample_id, outcome.reason)
+                failures["reward"] += 1
             else:
+                episode.rewards = outcome
                 file.add(owner, question, episode)
     return failures
 

@@ -5,6 +5,7 @@ It goes through the same fleet and the same agent loop as training. What failed 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from typing import Protocol
 
 from paravt_ray.config import Config
 from paravt_ray.episode import CallStatus, Episode, Group, Sample
-from paravt_ray.rewards import score_episode
+from paravt_ray.rewards.judge import Judge
+from paravt_ray.rewards.outcomes import ScoringFailure, score_all
 from paravt_ray.rollout.gating import draw_frame_budget
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.metrics import format_metrics, reward_metrics, tool_metrics
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,15 +111,18 @@ def report(asked: int, groups: Iterable[Group], config: Config) -> HeldOutReport
     """Score the episodes of the groups and sum them up; sets `rewards` of each scored episode."""
     failures: Counter[str] = Counter()
     scored: list[Episode] = []
+    groups = list(groups)
     for group in groups:
         failures.update(reason.split(":", 1)[0] for reason in group.failures)
-        for episode in group.episodes:
-            try:
-                episode.rewards = score_episode(episode, config)
-            except ValueError:  # the gold answer is none of its type
-                failures["reward"] += 1
-            else:
-                scored.append(episode)
+    episodes = [episode for group in groups for episode in group.episodes]
+    outcomes = score_all(episodes, config, Judge.of(config)).outcomes
+    for episode, outcome in zip(episodes, outcomes, strict=True):
+        if isinstance(outcome, ScoringFailure):
+            logger.warning("Sample %s cannot be scored: %s", episode.sample.sample_id, outcome.reason)
+            failures["reward"] += 1
+        else:
+            episode.rewards = outcome
+            scored.append(episode)
     lost = asked - len(scored) - failures.total()
     if lost > 0:
         failures["lost"] = lost

@@ -21,6 +21,7 @@ from paravt_ray.config import Config
 from paravt_ray.episode import CallStatus, Episode, QuestionType
 from paravt_ray.errors import InputError
 from paravt_ray.evaluation.splits import Question
+from paravt_ray.rewards.judge import JUDGE_SYSTEM
 from paravt_ray.tracking.episodes import episode_record
 from paravt_ray.tracking.metrics import sampled_tokens, tool_metrics
 
@@ -59,7 +60,7 @@ class Result:
     """One scored sample, as tables need it."""
 
     score: float
-    """In [0, 1]: right or wrong, intersection over union, or token F1."""
+    """In [0, 1]: right or wrong, intersection over union, token F1, or a judge's score."""
     question_type: QuestionType
     categories: dict[str, list[str]]
     answer: str | None
@@ -102,6 +103,8 @@ def protocol(config: Config) -> dict[str, Any]:
         "reward": (config.reward, ("open_ended",)),
     }
     values = {f"{name}.{key}": getattr(section, key) for name, (section, keys) in parts.items() for key in keys}
+    if config.reward.open_ended == "judge":
+        values["judge"] = [config.reward.judge_model, _digest(JUDGE_SYSTEM)]
     return values | {"temperature": 0.0, "prompts": _digest(PROMPTS)}
 
 

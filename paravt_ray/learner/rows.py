@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from paravt_ray.algorithm.advantages import episode_advantages
+from paravt_ray.algorithm.advantages import EpisodeAdvantages, episode_advantages
 from paravt_ray.algorithm.anchoring import TokenText, structural_mask, token_advantages
 from paravt_ray.algorithm.kl import kl_estimate
 from paravt_ray.chat import Chat
@@ -56,15 +56,7 @@ def set_advantages(rows: Sequence[TrainRow], groups: Sequence[Group], chat: Chat
         ValueError: an episode has no rewards.
     """
     episodes = [episode for group in groups for episode in group.episodes]
-    penalties = kl_penalties(rows, len(episodes), config)
-    task, fmt = [], []
-    for episode in episodes:
-        if episode.rewards is None:
-            raise ValueError(f"Episode {episode.index} of group {episode.group_id} was never scored.")
-        task.append(episode.rewards.accuracy + episode.rewards.tool)
-        fmt.append(episode.rewards.format)
-    group_ids, weight = [episode.group_id for episode in episodes], config.reward.format_weight
-    advantages = episode_advantages(task, fmt, group_ids, config.algorithm, format_weight=weight, penalties=penalties)
+    advantages = _advantages(episodes, config, kl_penalties(rows, len(episodes), config))
     token_text = _token_text(chat)
     seen: set[int] = set()
     for row in rows:
@@ -75,6 +67,31 @@ def set_advantages(rows: Sequence[TrainRow], groups: Sequence[Group], chat: Chat
             tags = structural_mask(row.token_ids, row.generated, token_text, STRUCTURAL_TAGS, [chat.im_end])
         sequence, anchoring = float(advantages.sequence[position]), float(advantages.format[position])
         row.advantages = token_advantages(row.generated, tags, sequence, anchoring)
+
+
+def has_signal(group: Group, config: Config) -> bool:
+    """Whether the rewards of a group say anything: with equal rewards all advantages are 0, but for the KL penalty's.
+
+    In scope `structural`, equal totals of different parts do say something: each part has its own advantage.
+
+    Raises:
+        ValueError: an episode has no rewards.
+    """
+    advantages = _advantages(group.episodes, config)
+    return bool(advantages.sequence.any() or advantages.format.any())
+
+
+def _advantages(
+    episodes: Sequence[Episode], config: Config, penalties: Sequence[float] | None = None
+) -> EpisodeAdvantages:
+    task, fmt = [], []
+    for episode in episodes:
+        if episode.rewards is None:
+            raise ValueError(f"Episode {episode.index} of group {episode.group_id} was never scored.")
+        task.append(episode.rewards.accuracy + episode.rewards.tool)
+        fmt.append(episode.rewards.format)
+    group_ids, weight = [episode.group_id for episode in episodes], config.reward.format_weight
+    return episode_advantages(task, fmt, group_ids, config.algorithm, format_weight=weight, penalties=penalties)
 
 
 def kl_penalties(rows: Sequence[TrainRow], episodes: int, config: Config) -> list[float]:

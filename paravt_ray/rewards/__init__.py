@@ -1,4 +1,5 @@
-"""Rewards: pure functions of finished episodes (`score_episode`), and the actors that run them (`rewards.actor`)."""
+"""Rewards: pure functions of finished episodes (`score_episode`), a judge for open-ended answers (`rewards.judge`), and
+the actors that run them (`rewards.actor`)."""
 
 from paravt_ray.rewards.accuracy import accuracy
 from paravt_ray.rewards.format import FormatStats, format_stats

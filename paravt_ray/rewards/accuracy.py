@@ -18,17 +18,20 @@ _WORD = re.compile(r"\d+(?:[.,:]\d+)*|\w+")
 _ARTICLES = frozenset(("a", "an", "the"))
 
 
-def accuracy(answer: str | None, gold: str, question_type: str, open_ended: str = "f1") -> float:
-    """Score an answer: `mcq` 0 or 1, `tvg` intersection over union of the windows, `oe` token F1 or exact match.
+def accuracy(
+    answer: str | None, gold: str, question_type: str, open_ended: str = "f1", judged: float | None = None
+) -> float:
+    """Score an answer: `mcq` 0 or 1, `tvg` intersection over union of the windows, `oe` by its words or by a judge.
 
     Args:
         answer: the text inside the last `<answer>`; None or blank is wrong.
         gold: the right answer: an option letter (with or without its text), a window, or free text.
         question_type: `mcq`, `tvg` or `oe`.
-        open_ended: for `oe`: `f1` over multisets of tokens, or `exact` after normalisation.
+        open_ended: for `oe`: `f1` over multisets of tokens, `exact` after normalisation, or `judge`.
+        judged: for `judge`: what the judge gave this answer, in [0, 1].
 
     Raises:
-        ValueError: the right answer is none of its type, so nothing can be scored against it.
+        ValueError: the right answer is none of its type, so nothing can be scored against it; or there is no judgement.
     """
     if answer is None or not answer.strip():
         return 0.0
@@ -46,8 +49,16 @@ def accuracy(answer: str | None, gold: str, question_type: str, open_ended: str 
         gold_words, words = _words(gold), _words(answer)
         if not gold_words:
             raise ValueError(f"The right answer {gold!r} of an open-ended question holds no word.")
+        if open_ended == "judge":
+            return _judged(judged)
         return float(words == gold_words) if open_ended == "exact" else _multiset_f1(words, gold_words)
     raise ValueError(f"Unknown question type {question_type!r}; there are mcq, tvg and oe.")
+
+
+def _judged(score: float | None) -> float:
+    if score is None or not 0.0 <= score <= 1.0:
+        raise ValueError(f"An open-ended answer needs a judge's score in [0, 1], not {score}.")
+    return score
 
 
 def parse_window(text: str) -> tuple[float, float] | None:

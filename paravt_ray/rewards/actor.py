@@ -15,9 +15,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from paravt_ray.config import Config
-from paravt_ray.episode import Episode, Group, Rewards, Trajectory
+from paravt_ray.episode import Episode, Group, Trajectory
 from paravt_ray.errors import UserError
-from paravt_ray.rewards.score import score_episode
+from paravt_ray.rewards.judge import Judge, JudgeUsage
+from paravt_ray.rewards.outcomes import Outcome, Scored, ScoringFailure, score_all
 
 REWARD_ACTOR_CPUS = 1.0
 """Logical CPUs that one actor asks of the cluster."""
@@ -27,35 +28,19 @@ class RewardPoolError(UserError):
     """No reward actor can be started; the message names the cause."""
 
 
-@dataclass(frozen=True)
-class ScoringFailure:
-    """Why an episode has no reward."""
-
-    reason: str
-
-
-Outcome = Rewards | ScoringFailure
-
-
 class RewardActor:
     """Scores episodes in a process of its own."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, judge: Judge | None) -> None:
+        self._config, self._judge = config, judge
 
     def ready(self) -> bool:
         """Return once the actor runs."""
         return True
 
-    def score(self, episodes: list[Episode]) -> list[Outcome]:
-        """One outcome for each episode, in order; an episode that raises does not touch the others."""
-        return [self._score(episode) for episode in episodes]
-
-    def _score(self, episode: Episode) -> Outcome:
-        try:
-            return score_episode(episode, self._config)
-        except Exception as error:  # whatever it was, it is reported for this episode alone
-            return ScoringFailure(f"scoring raised {type(error).__name__}: {error}")
+    def score(self, episodes: list[Episode]) -> Scored:
+        """One outcome for each episode, in order, and what the judge was asked for it."""
+        return score_all(episodes, self._config, self._judge)
 
 
 @dataclass(frozen=True)
@@ -74,10 +59,13 @@ class RewardPool:
         """Start the actors and wait for them, at most `reward.timeout_s`.
 
         Raises:
+            ConfigError: the judge's key cannot be one.
             RewardPoolError: they did not come up.
         """
         self._config = config
         self._timeout_s = config.reward.timeout_s
+        self._judge = Judge.of(config)
+        self._usage = JudgeUsage()
         self._actors: list[Any] = []
         self.replacements = 0
         """Actors that were replaced so far, because they died or missed a deadline."""
@@ -110,17 +98,24 @@ class RewardPool:
             group.episodes = scored
         return failed
 
+    def judge_metrics(self) -> dict[str, float]:
+        """What the judge was asked since this was called last, as `reward/judge_*`; empty where there is none."""
+        if self._judge is None:
+            return {}
+        usage, self._usage = self._usage, JudgeUsage()
+        return usage.metrics()
+
     def score(self, episodes: list[Episode]) -> list[Outcome]:
         """One outcome for each episode, in order.
 
-        A call that fails or misses its deadline of `reward.timeout_s` is repeated episode by episode, so that only the
-        one at fault is lost.
+        A call that fails or misses its deadline is repeated episode by episode, so that only the one at fault is lost.
+        The deadline is `reward.timeout_s`, and as long again where a judge has to answer first.
 
         Raises:
             RewardPoolError: an actor was lost and could not be replaced.
         """
         outcomes: dict[int, Outcome] = {}
-        size = max(1, len(episodes) // (4 * len(self._actors)))
+        size, call_s = self._chunk_size(len(episodes)), self._timeout_s * (1 if self._judge is None else 2)
         pending = deque(list(range(i, min(i + size, len(episodes)))) for i in range(0, len(episodes), size))
         running: dict[Any, _Call] = {}
         while pending or running:
@@ -128,7 +123,7 @@ class RewardPool:
             for actor in [actor for actor in self._actors if actor not in busy][: len(pending)]:
                 chunk = pending.popleft()
                 ref = actor.score.remote([_without_tokens(episodes[i]) for i in chunk])
-                running[ref] = _Call(actor, chunk, time.monotonic() + self._timeout_s)
+                running[ref] = _Call(actor, chunk, time.monotonic() + call_s)
             patience = max(0.0, min(call.deadline for call in running.values()) - time.monotonic())
             ray.wait(list(running), num_returns=1, timeout=patience)
             ready, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
@@ -136,27 +131,35 @@ class RewardPool:
             for ref in ready + late:
                 call = running.pop(ref)
                 result = self._collect(ref, call, timed_out=ref in late)
-                if isinstance(result, list):
-                    outcomes.update(zip(call.episodes, result, strict=True))
+                if isinstance(result, Scored):
+                    outcomes.update(zip(call.episodes, result.outcomes, strict=True))
+                    self._usage += result.usage
                 elif len(call.episodes) > 1:
                     pending.extend([i] for i in call.episodes)
                 else:
                     outcomes[call.episodes[0]] = result
         return [outcomes[i] for i in range(len(episodes))]
 
-    def _collect(self, ref: Any, call: _Call, timed_out: bool) -> list[Outcome] | ScoringFailure:
+    def _chunk_size(self, episodes: int) -> int:
+        """Episodes of one call."""
+        if self._judge is None:
+            return max(1, episodes // (4 * len(self._actors)))
+        # A judge is waited for: no more than are asked for at one time, so that one deadline holds for all of a call.
+        return max(1, min(self._config.reward.judge_concurrency, -(-episodes // len(self._actors))))
+
+    def _collect(self, ref: Any, call: _Call, timed_out: bool) -> Scored | ScoringFailure:
         """The outcomes of one call; where there are none the reason, with its actor replaced if it was lost."""
         if timed_out:
             self._replace(call.actor)
             return ScoringFailure(f"scoring took longer than reward.timeout_s ({self._timeout_s:g} s)")
         try:
-            outcomes: list[Outcome] = ray.get(ref)
+            scored: Scored = ray.get(ref)
         except RayTaskError as error:
             return ScoringFailure(f"the reward actor raised {type(error.cause).__name__}: {error.cause}")
         except RayError as error:
             self._replace(call.actor)
             return ScoringFailure(f"the reward actor was lost ({type(error).__name__})")
-        return outcomes
+        return scored
 
     def close(self) -> None:
         """End the actors."""
@@ -165,7 +168,8 @@ class RewardPool:
         self._actors = []
 
     def _start(self) -> Any:
-        return ray.remote(RewardActor).options(num_cpus=REWARD_ACTOR_CPUS, max_restarts=0).remote(self._config)
+        actor = ray.remote(RewardActor).options(num_cpus=REWARD_ACTOR_CPUS, max_restarts=0)
+        return actor.remote(self._config, self._judge)
 
     def _replace(self, actor: Any) -> None:
         ray.kill(actor)

@@ -9,18 +9,20 @@ from paravt_ray.rewards.format import score_format
 from paravt_ray.rewards.tool import score_tool
 
 
-def score_episode(episode: Episode, config: Config) -> Rewards:
+def score_episode(episode: Episode, config: Config, judged: float | None = None) -> Rewards:
     """R = R_acc + w_fmt * R_fmt + R_tool (ParaVT, arXiv 2605.20342, section 4), of the whole trajectory.
 
     `format` is R_fmt before its weight, `anchor` the R_anchor inside it; `tool` is 0 where `reward.tool` is off.
 
+    `judged` is what the judge gave an open-ended answer where `reward.open_ended` is `judge` (`outcomes.score_all`).
+
     Raises:
-        ValueError: the sample's right answer is none of its type: such an episode has no reward, not reward 0.
+        ValueError: the sample's right answer is none of its type, or a judgement is missing: such an episode has no
+            reward, not reward 0.
     """
     reward = config.reward
-    accurate = accuracy(
-        episode.answer, episode.sample.answer, episode.sample.question_type, open_ended=reward.open_ended
-    )
+    sample = episode.sample
+    accurate = accuracy(episode.answer, sample.answer, sample.question_type, reward.open_ended, judged)
     formatted = score_format(episode, reward)
     tool = score_tool(episode, accurate) if reward.tool else 0.0
     return Rewards(

@@ -161,15 +161,15 @@ class GeneratorFleet:
         """
         return self.submit(specs).all()
 
-    def submit(self, specs: Sequence[GroupSpec]) -> Batch:
-        """Hand out prompts without waiting for their groups. Earlier batches are served first."""
+    def submit(self, specs: Sequence[GroupSpec], *, first: bool = False) -> Batch:
+        """Hand out prompts without waiting for their groups, behind those that still wait or `first` of all."""
         self.wait_started()
         # The longest that a working fleet can be silent: a group dies at its deadline in every attempt, and before
         # each new one a generator starts and loads the weights.
         attempt_s = 2 * self._config.rollout.episode_timeout_s + GRACE_S
         silence_s = ATTEMPTS * (attempt_s + self._recovery_s + GRACE_S)
         batch = Batch(specs, silence_s, lambda: self._delivered_at)
-        self._loop.call_soon_threadsafe(self._take_on, batch, [Job(spec, batch.deliver) for spec in specs])
+        self._loop.call_soon_threadsafe(self._take_on, batch, [Job(spec, batch.deliver) for spec in specs], first)
         return batch
 
     def push_weights(self, push: Push) -> float:
@@ -235,9 +235,12 @@ class GeneratorFleet:
         self._delivered_at = time.monotonic()
         job.deliver(group)
 
-    def _take_on(self, batch: Batch, jobs: list[Job]) -> None:
+    def _take_on(self, batch: Batch, jobs: list[Job], first: bool) -> None:
         self._batches.add(batch)
-        self._jobs.extend(jobs)
+        if first:
+            self._jobs.extendleft(reversed(jobs))
+        else:
+            self._jobs.extend(jobs)
         self.changed()
 
     def _hand_out(self) -> None:

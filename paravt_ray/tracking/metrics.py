@@ -15,7 +15,7 @@
     rollout/duplicate_rate                       share of valid calls that repeat an earlier one of their episode
 
 A metric that nothing can be said about in a step (latency without a call) is left out of it. The other prefixes
-(`train/`, `sync/`, `time/`, `eval/`) are filled in where those things are measured.
+(`train/`, `sync/`, `time/`, `eval/`) and `reward/judge_*` are filled in where those things are measured.
 """
 
 from __future__ import annotations
