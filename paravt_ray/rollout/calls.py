@@ -102,7 +102,10 @@ class CallServer:
         record = CallRecord(call, CallStatus.FAILED, "", video=window.video, window=window.span)
         reply = Reply(error_reply(NO_SUMMARY))
         try:
-            frames, tool_note = await self.frames.crop(window)
+            try:
+                frames, tool_note = await self.frames.crop(window)
+            finally:
+                record.crop_s = time.monotonic() - started
             record.timestamps = tuple(frame.time_s for frame in frames)
             note = "; ".join(filter(None, (request.note, tool_note)))
             if self.rollout.reply == "frames":
@@ -147,4 +150,5 @@ def _settle(call: ToolCall, first: Answer) -> Answer:
     """The answer of a call whose window was run for `first`: its own, or a repetition for a duplicate."""
     if first.record.call is call:
         return first
-    return Answer(replace(first.record, call=call, status=CallStatus.DUPLICATE, latency_s=0.0), first.reply)
+    record = replace(first.record, call=call, status=CallStatus.DUPLICATE, latency_s=0.0, crop_s=0.0)
+    return Answer(record, first.reply)
