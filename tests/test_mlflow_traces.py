@@ -210,6 +210,29 @@ def test_a_damaged_record_costs_its_own_traces_alone(
         assert alarm(database, run) == "step 1: its traces were not taken"
 
 
+def test_a_step_is_not_given_up_while_nothing_answers(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is gone for the length of all attempts is an outage, not a refusal."""
+    from mlflow import MlflowClient
+
+    def gone(*_: object) -> None:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(mlflow_log, "POLL_S", 0.0)
+    with RunDir(settings(tmp_path)) as run:
+        do_step(run, 1, "right", "wrong")
+        follower = Follower(run.path, f"sqlite:///{database}", "paravt")
+        with monkeypatch.context() as outage, pytest.raises(ConnectionError):
+            outage.setattr(mlflow_log, "send_traces", gone)
+            outage.setattr(MlflowClient, "get_run", gone)
+            follower.sync()
+        assert (follower.state("")["sent_step"], follower.state("")["traced_step"]) == (1, -1)
+        follower.sync()
+        assert [trace.info.tags["step"] for trace in traces(database, run)] == ["1", "1"]
+        assert alarm(database, run) is None
+
+
 def test_none_are_sent_where_none_are_wanted(tmp_path: Path, database: Path) -> None:
     with RunDir(settings(tmp_path, traces=0)) as run:
         do_step(run, 1, "right", "wrong")
