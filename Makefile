@@ -42,7 +42,7 @@ mlflow: setup ## the curves of all runs, in a browser on this machine
 	@cluster/mlflow.sh $(ARGS)
 
 up: setup ## a Ray cluster on this machine, with its dashboard
-	@cluster/up.sh
+	@cluster/up.sh $(ARGS)
 
 down: ## end the cluster that `make up` started, and nothing else
 	@cluster/down.sh

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Starts a Ray head on this machine, with the dashboard on the loopback address and a token that guards both.
 #
-#   cluster/up.sh [CPUS]     default: as many as the machine has
+#   cluster/up.sh [CPUS]     default: as many as the machine has, and at least 16
+#
+# They are logical: the actors of a run share the real cores, and mostly wait for each other.
 #
 # Everything that belongs to it is written to outputs/cluster, where `make down` and `make submit` find it. Other
 # machines join with:  RAY_AUTH_MODE=token ray start --address=HEAD:PORT  and the same token in ~/.ray/auth_token.
@@ -10,6 +12,8 @@ cd "$(dirname "$0")/.."
 state=outputs/cluster
 ray=.venv/bin/ray
 mkdir -p "$state"
+cpus=${1:-$(nproc)}
+[ -n "${1:-}" ] || [ "$cpus" -ge 16 ] || cpus=16
 
 fail() { printf 'up: %s\n' "$*" >&2; exit 1; }
 
@@ -37,7 +41,7 @@ head=$(free_port 6379) dashboard=$(free_port 8265) agent=$(free_port 52365) clie
 
 echo "up: Starting the head (about 10 s)."
 # In a session of its own, so that everything under it can be ended together and nothing else.
-setsid "$ray" start --head --block --disable-usage-stats ${1:+--num-cpus "$1"} --port "$head" \
+setsid "$ray" start --head --block --disable-usage-stats --num-cpus "$cpus" --port "$head" \
   --dashboard-host 127.0.0.1 --dashboard-port "$dashboard" --dashboard-agent-listen-port "$agent" \
   --ray-client-server-port "$client" >"$state/ray.log" 2>&1 </dev/null &
 pid=$!

@@ -306,6 +306,9 @@ class TrackingConfig:
     uri: str = ""
     """Tracking server; empty for SQLite beside the run directories (`outputs/mlflow.db`)."""
     experiment: str = "paravt"
+    traces_per_step: int = 4
+    """Episodes of each step that become MLflow traces: turns, calls, crops and sub-agents with their durations; 0 for
+    none. All of them are in the run directory anyway."""
 
 
 @dataclass
@@ -438,6 +441,7 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "eval.samples": (0, None),
     "paradox.seeds": (1, 10),
     "paradox.prompts": (1, None),
+    "tracking.traces_per_step": (0, 64),
     "cluster.cpus": (0, None),
     "cluster.object_store_gb": (0.1, None),
 }

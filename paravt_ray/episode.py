@@ -94,6 +94,9 @@ class CallRecord:
     timestamps: tuple[float, ...] = ()
     """Seconds of the frames that the crop returned."""
     latency_s: float = 0.0
+    """Until the reply was there: the crop, then the sub-agent."""
+    crop_s: float = 0.0
+    """The crop's part of it."""
     subagent: Trajectory | None = None
     """The sub-agent's own trajectory; shared, not copied, by duplicates."""
 
@@ -188,6 +191,8 @@ class TurnRecord:
     """True for the forced answer turn, in which calls are not run."""
     seconds: float = 0.0
     """Wall time of its generation; calls have their own latencies."""
+    started_s: float = 0.0
+    """Seconds from the episode's start to the turn's."""
 
 
 @dataclass
@@ -221,6 +226,8 @@ class Episode:
     """`answered`, `no_answer`, `length`, `invalid_streak`, ..."""
     seconds: float = 0.0
     rewards: Rewards | None = None
+    started_at: float = 0.0
+    """Seconds since 1970."""
 
     @property
     def answer(self) -> str | None:

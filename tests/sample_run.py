@@ -34,6 +34,7 @@ ANSWERS = {
     "cut": ["I think and think and"],
     "invalid": ["Look.\n</think>\n<tool_call>\n{broken\n</tool_call>", "So.\n</think>\n<answer>C</answer>"],
 }
+STARTED_AT = 1_790_000_000.0
 STATUSES = {"right": [CallStatus.SERVED, CallStatus.DUPLICATE], "invalid": [CallStatus.INVALID]}
 
 
@@ -52,14 +53,20 @@ def episode(kind: str, sample: Sample, budget: int, index: int, step: int) -> Ep
             times = tuple(np.arange(np.ceil(window[0]), window[1], 1.0).tolist()) if window else ()
             reply = f"{window[0]:g} to {window[1]:g} s: the ball is red" if window else "Error: not valid JSON."
             video = sample.videos[0] if window else None
-            records.append(CallRecord(call, status, reply, video, window, times, 0.8 if window else 0.0))
+            run = status is CallStatus.SERVED
+            latency, crop = (0.8, 0.3) if run else (0.0, 0.0)
+            records.append(CallRecord(call, status, reply, video, window, times, latency, crop))
         finish = "length" if kind == "cut" else "stop"
-        turns.append(TurnRecord(turn, start, len(trajectory), finish, records, forced=number == 2, seconds=0.4))
+        turns.append(
+            TurnRecord(turn, start, len(trajectory), finish, records, number == 2, 0.4, started_s=1.2 * number)
+        )
     video = Path(sample.videos[0])
     taken = tool_workers.overview(video, budget).timestamps.tolist() if video.exists() else None
     overview = taken or [(i + 0.5) * 4.0 / budget for i in range(budget)]
     end = "length" if kind == "cut" else "answered"
-    result = Episode(sample, sample.sample_id, index, budget, trajectory, turns, overview, True, end, 1.2)
+    seconds = turns[-1].started_s + turns[-1].seconds
+    result = Episode(sample, sample.sample_id, index, budget, trajectory, turns, overview, True, end, seconds)
+    result.started_at = STARTED_AT + 10 * step
     result.rewards = score_episode(result, Config())
     return result
 

@@ -153,6 +153,18 @@ def test_parallel_calls_take_as_long_as_the_slowest(chat: Chat) -> None:
     assert statuses(episode) == [CallStatus.SERVED] * 4
     assert 0.2 <= elapsed < 0.7, "four calls of 0.2 s"
     assert all(0.2 <= record.latency_s < 0.7 for record in episode.call_records)
+    assert all(0.1 <= record.crop_s <= record.latency_s - 0.1 for record in episode.call_records)
+
+
+def test_an_episode_knows_when_its_turns_began(chat: Chat) -> None:
+    before = time.time()
+    pool = ScriptedPool(delay_s=0.1)
+    episode = one(ScriptedEngine(chat, by_turn(calls_text((1, 2)), answer_text()), delay_s=0.1), pool)
+    first, second = episode.turns
+    assert before <= episode.started_at <= time.time() - episode.seconds + 0.01
+    assert 0 <= first.started_s < 0.1 <= first.seconds
+    assert second.started_s >= first.started_s + first.seconds + first.calls[0].latency_s
+    assert second.started_s + second.seconds <= episode.seconds
 
 
 def test_a_frame_that_several_episodes_crop_exists_once(chat: Chat) -> None:
@@ -213,7 +225,7 @@ def test_duplicates_are_served_once(chat: Chat) -> None:
     first, second, third, _ = episode.call_records
     assert first.reply == second.reply == third.reply == "1 to 4 s: red ball"
     assert first.subagent is second.subagent is third.subagent
-    assert second.latency_s == 0.0
+    assert second.latency_s == second.crop_s == 0.0
 
 
 def test_windows_that_are_equal_after_clamping_are_duplicates(chat: Chat) -> None:

@@ -23,7 +23,7 @@ from paravt_ray.episode import CallRecord, CallStatus, Episode, Group, Rewards, 
 from paravt_ray.parsing import parse_turn
 from paravt_ray.tracking.episodes import write_episodes
 from paravt_ray.tracking.metrics import step_metrics
-from paravt_ray.tracking.mlflow_log import Follower, MlflowLogger, make_database
+from paravt_ray.tracking.mlflow_log import Follower, MlflowLogger
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir, RunDirError, read_metrics
 from paravt_ray.tracking.tracker import Tracker
@@ -199,21 +199,6 @@ def points(database: Path, key: str) -> list[tuple[int, float]]:
 def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
     with sqlite3.connect(database) as connection:
         return connection.execute(query).fetchall()
-
-
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    make_database(file)
-    return file
-
-
-@pytest.fixture
-def database(tmp_path: Path, empty_database: Path) -> Path:
-    """An empty MLflow database where the run of `config(tmp_path)` looks for it."""
-    file = tmp_path / "mlflow.db"
-    file.write_bytes(empty_database.read_bytes())
-    return file
 
 
 def follower(run: RunDir, database: Path) -> Follower:

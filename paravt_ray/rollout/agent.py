@@ -123,6 +123,7 @@ class _Rollout:
         self.task, self.index = task, index
         self.trajectory = Trajectory()
         self.turns: list[TurnRecord] = []
+        self.started = 0.0
         self.seed_parts = (spec.seed, spec.group_id, spec.epoch, index)
         self.server = CallServer(
             task.chat, task.sampler, task.frames, task.config.rollout, spec.sample.question, self.seed_parts
@@ -130,7 +131,7 @@ class _Rollout:
 
     async def run(self) -> Episode:
         """Take turns until the episode has ended."""
-        started = time.monotonic()
+        self.started, started_at = time.monotonic(), time.time()
         suffix = self.task.prompt
         end_reason = None
         while end_reason is None:
@@ -157,7 +158,8 @@ class _Rollout:
             overview_times=[frame.time_s for frame in task.overview],
             think_prefix=task.config.rollout.think_prefix,
             end_reason=end_reason,
-            seconds=time.monotonic() - started,
+            seconds=time.monotonic() - self.started,
+            started_at=started_at,
         )
 
     async def _take_turn(self, suffix: Rendered) -> TurnRecord:
@@ -175,6 +177,7 @@ class _Rollout:
             finish_reason=generation.finish_reason,
             forced=len(self.turns) == rollout.max_tool_turns,
             seconds=time.monotonic() - started,
+            started_s=started - self.started,
         )
         self.turns.append(record)
         self.task.observer.generated(self.index, record)

@@ -102,7 +102,10 @@ class CallServer:
         record = CallRecord(call, CallStatus.FAILED, "", video=window.video, window=window.span)
         reply = Reply(error_reply(NO_SUMMARY))
         try:
-            frames, tool_note = await self.frames.crop(window)
+            try:
+                frames, tool_note = await self.frames.crop(window)
+            finally:
+                record.crop_s = time.monotonic() - started
             record.timestamps = tuple(frame.time_s for frame in frames)
             note = "; ".join(filter(None, (request.note, tool_note)))
             if self.rollout.reply == "frames":
@@ -149,4 +152,4 @@ def _settle(call: ToolCall, first: Answer) -> Answer:
         return first
     served = first.record.status is CallStatus.SERVED
     status = CallStatus.DUPLICATE if served else first.record.status
-    return Answer(replace(first.record, call=call, status=status, latency_s=0.0), first.reply)
+    return Answer(replace(first.record, call=call, status=status, latency_s=0.0, crop_s=0.0), first.reply)

@@ -47,6 +47,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
         "policy_version": episode.policy_version,
         "tokens_by_version": {str(version): count for version, count in sorted(versions.items())},
         "tokens": {"sequence": len(episode.trajectory), "sampled": sampled_tokens(episode)},
+        "started_at": round(episode.started_at, 3),
         "seconds": round(episode.seconds, 3),
     }
 
@@ -63,6 +64,7 @@ def _turn_record(record: TurnRecord) -> dict[str, Any]:
         "finish_reason": record.finish_reason,
         "forced": record.forced,
         "calls": [_call_record(call) for call in record.calls],
+        "started_s": round(record.started_s, 3),
         "seconds": round(record.seconds, 3),
     }
 
@@ -77,4 +79,5 @@ def _call_record(record: CallRecord) -> dict[str, Any]:
         "reply": record.reply,
         "subagent_tokens": sum(record.subagent.generated) if record.subagent is not None else 0,
         "latency_s": round(record.latency_s, 4),
+        "crop_s": round(record.crop_s, 4),
     }

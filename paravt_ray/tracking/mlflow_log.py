@@ -1,8 +1,9 @@
-"""MLflow beside a run: a process of its own copies `metrics.jsonl` to the tracking server, so that nothing waits.
+"""MLflow beside a run: a process of its own copies it to the tracking server, so that nothing waits.
 
-The file is the queue. It is complete whether the server answers or not, so an outage loses nothing: the process tries
-again, at ever longer intervals, and sends what the server lacks. A run that is resumed goes on in the same MLflow run;
-what the server already has of a step is never sent twice. After a long outage the rest can be sent by hand:
+Its files are the queue: `metrics.jsonl`, and `episodes/`, of which a few become traces. They are complete whether the
+server answers or not, so an outage loses nothing: the process tries again, at ever longer intervals, and sends what the
+server lacks. A run that is resumed goes on in the same MLflow run; what the server already has of a step is never sent
+twice. After a long outage the rest can be sent by hand:
 
     echo FINISHED | python -m paravt_ray.tracking.mlflow_log RUN_DIR URI EXPERIMENT
 """
@@ -17,12 +18,14 @@ import select
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from paravt_ray.config import Config, config_items, load_config
-from paravt_ray.tracking.run_dir import METRICS_FILE, RunDir, replace_file
+from paravt_ray.tracking.run_dir import METRICS_FILE, RunDir, episodes_file, replace_file
+from paravt_ray.tracking.traces import sampled_episodes, send_traces
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -31,11 +34,15 @@ STATE_FILE = "mlflow.json"
 SQLITE = "sqlite:///"
 DROPPED = "tracking/dropped"
 """Metric that every step has: how many of its values were NaN or infinite and were left out."""
+TRACED = "traced_step"
+"""Tag of an MLflow run: the highest step whose traces it has."""
 
 POLL_S = 1.0
 LONGEST_RETRY_S = 60.0
 LAST_TRIES_S = 20.0
 """How long the rest is tried to be sent once the run has ended."""
+TRACE_ATTEMPTS = 3
+"""Times that a server which is there is asked to take the traces of a step, before the run goes on without them."""
 PARAMS_PER_REQUEST = 100  # MLflow's own limit
 LONGEST_VALUE = 5000
 
@@ -106,9 +113,14 @@ class Follower:
         self._experiment = experiment
         self._client: MlflowClient | None = None
         self._run_id = ""
+        self._experiment_id = ""
         self._sent = -1
         """Highest step that the server has."""
         self._read_bytes = 0
+        self._traces_per_step = 0
+        self._traced = -1
+        self._untraced: deque[int] = deque()
+        """Steps whose metrics the server has and whose traces it lacks, in order."""
 
     def sync(self) -> None:
         """Send what the server lacks. Raises whatever MLflow raises where it does not answer."""
@@ -116,10 +128,16 @@ class Follower:
             self._client = self._connect()
         for line in self._unread():
             metrics = json.loads(line)
-            if metrics["step"] > self._sent:
+            step = int(metrics["step"])
+            if step > self._sent:
                 self._send(self._client, metrics)
-                self._sent = metrics["step"]
+                self._sent = step
+            if self._traces_per_step and step > self._traced:
+                self._untraced.append(step)
             self._read_bytes += len(line)
+        while self._untraced:
+            self._trace(self._client, self._untraced[0])
+            self._traced = self._untraced.popleft()
 
     def finish(self, status: str) -> None:
         """Set the MLflow run's final status."""
@@ -128,7 +146,8 @@ class Follower:
 
     def state(self, error: str) -> dict[str, Any]:
         """What others may want to know: the MLflow run and how far it is."""
-        return {"uri": self._uri, "run_id": self._run_id, "sent_step": self._sent, "error": error}
+        sent = {"sent_step": self._sent, "traced_step": self._traced}
+        return {"uri": self._uri, "run_id": self._run_id, **sent, "error": error}
 
     def _unread(self) -> list[bytes]:
         """Whole lines of the file that have not been dealt with; it only grows while a run has its directory."""
@@ -145,17 +164,22 @@ class Follower:
         if self._uri.startswith(SQLITE):
             make_database(Path(self._uri.removeprefix(SQLITE)))
         client = MlflowClient(tracking_uri=self._uri)
-        items = {key: _text(value) for key, value in config_items(load_config(self._dir / "config.yaml")).items()}
+        config = load_config(self._dir / "config.yaml")
+        items = {key: _text(value) for key, value in config_items(config).items()}
+        self._traces_per_step = config.tracking.traces_per_step
         run_id = str(_read_state(self._dir).get("run_id", ""))
         if run_id and self._resume(client, run_id, items):
             return client
-        run = client.create_run(self._experiment_id(client), run_name=self._dir.name, tags={"run_dir": str(self._dir)})
-        self._run_id, self._sent = run.info.run_id, -1
+        run = client.create_run(
+            self._find_experiment(client), run_name=self._dir.name, tags={"run_dir": str(self._dir)}
+        )
+        self._run_id, self._experiment_id = run.info.run_id, run.info.experiment_id
+        self._sent = self._traced = -1
         _write_state(self._dir, self.state(""))
         self._log_params(client, items)
         return client
 
-    def _experiment_id(self, client: MlflowClient) -> str:
+    def _find_experiment(self, client: MlflowClient) -> str:
         found = client.get_experiment_by_name(self._experiment)
         if found is not None:
             return str(found.experiment_id)
@@ -176,8 +200,9 @@ class Follower:
             log.warning("The MLflow run %s is gone; everything is sent to a new one.", run_id)
             return False
         client.update_run(run_id, status="RUNNING")
-        self._run_id = run_id
+        self._run_id, self._experiment_id = run_id, run.info.experiment_id
         self._sent = max((point.step for point in client.get_metric_history(run_id, DROPPED)), default=-1)
+        self._traced = int(run.data.tags.get(TRACED, -1))
         logged = run.data.params
         self._log_params(client, {key: value for key, value in items.items() if key not in logged})
         for key, value in items.items():
@@ -204,6 +229,24 @@ class Follower:
         client.log_batch(self._run_id, metrics=points)
         if line.get(DROPPED):
             client.set_tag(self._run_id, "alarm", f"step {step}: {line[DROPPED]:g} metrics were NaN or infinite")
+
+    def _trace(self, client: MlflowClient, step: int) -> None:
+        """Send a step's traces; without them if the server is there and does not take them."""
+        file = episodes_file(self._dir, step)
+        if not file.exists():  # step 0
+            return
+        for _ in range(TRACE_ATTEMPTS):
+            try:
+                records = sampled_episodes(file, self._traces_per_step)
+                send_traces(self._uri, (self._experiment_id, self._run_id), step, records)
+                break
+            except Exception as problem:  # as in `follow`
+                client.get_run(self._run_id)  # raises where nothing answers: then the step is not given up
+                log.warning("The traces of step %d were not taken: %r", step, problem)
+                time.sleep(POLL_S)
+        else:
+            client.set_tag(self._run_id, "alarm", f"step {step}: its traces were not taken")
+        client.set_tag(self._run_id, TRACED, str(step))
 
 
 def make_database(file: Path) -> None:
@@ -235,7 +278,7 @@ def follow(follower: Follower, run_dir: Path) -> int:
                 follower.finish(status)
             error, delay = "", POLL_S
         except Exception as problem:  # MLflow passes on what its server, database and HTTP library raise
-            error = f"MLflow does not answer ({str(problem).splitlines()[0][:200]}); the rest is sent when it does."
+            error = f"MLflow does not answer ({_first_line(problem)}); the rest is sent when it does."
             delay = min(2.0 * delay, LONGEST_RETRY_S)
             log.warning("%s", error)
         _write_state(run_dir, follower.state(error))
@@ -246,6 +289,10 @@ def follow(follower: Follower, run_dir: Path) -> int:
         elif select.select([sys.stdin], [], [], delay)[0]:
             status = sys.stdin.readline().strip() or "KILLED"
             give_up = time.monotonic() + LAST_TRIES_S
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem) or repr(problem)).splitlines()[0][:200]
 
 
 def _text(value: Any) -> str:

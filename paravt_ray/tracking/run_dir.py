@@ -24,6 +24,7 @@ from paravt_ray.config import Config, save_config
 from paravt_ray.errors import InputError
 
 METRICS_FILE = "metrics.jsonl"
+EPISODES = "episodes"
 
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 
@@ -43,6 +44,11 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def episodes_file(run_dir: Path, step: int) -> Path:
+    """Where a step's trajectories are."""
+    return run_dir / EPISODES / f"{step_name(step)}.jsonl"
+
+
 class RunDir:
     """A run directory that this process holds. Held until `close` or until the process ends, however it ends."""
 
@@ -56,7 +62,7 @@ class RunDir:
         """
         self.path = Path(config.trainer.run_dir).absolute()
         self.metrics_file = self.path / METRICS_FILE
-        self.episodes = self.path / "episodes"
+        self.episodes = self.path / EPISODES
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         try:
@@ -96,7 +102,7 @@ class RunDir:
 
     def episodes_file(self, step: int) -> Path:
         """Where a step's trajectories are written."""
-        return self.episodes / f"{step_name(step)}.jsonl"
+        return episodes_file(self.path, step)
 
     def checkpoint(self, step: int) -> Path:
         """Where a step's checkpoint is written."""
