@@ -19,7 +19,7 @@ from paravt_ray.sft.train import train
 from paravt_ray.tiny_measure import measure
 from paravt_ray.tiny_model import write_blank_model
 
-SIZES = SynthSizes(train_clips=300, drill_conversations=12800, prior_conversations=12000, sft_conversations=2400)
+SIZES = SynthSizes(train_clips=300, drill_conversations=19200, prior_conversations=9600, sft_conversations=2400)
 STAGES = ("drills", "prior", "sft")
 CONFIGS = Path("configs")
 WORK = Path("outputs/tiny")
@@ -66,7 +66,7 @@ def tokenizer_texts(data: Path) -> list[str]:
             parts = [part for message in json.loads(row["messages"]) for part in message["content"]]
             texts += [part["text"] for part in parts if part["type"] == "text"]
     # The renderer writes the times of frames; no message holds them.
-    return texts + [f"<{second}.{second % 10} seconds>" for second in range(600)]
+    return texts + [f"<{second}.{tenth} seconds>" for second in range(600) for tenth in (0, 2, 5, 8)]
 
 
 def _settings(config: Config) -> dict[str, Any]:

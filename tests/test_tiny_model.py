@@ -101,7 +101,7 @@ def test_figures_tell_seeing_from_luck_and_calls_from_both(blank: Path, tmp_path
         return answer_text("A") if len(request.frames) == 8 else "red at 25.0\n</think>\n<answer>B"
 
     def sub(request: Request) -> str:
-        return "red from 22 to 27" if "from 20 to 30 s" in request.text else "red from 1 to 2"
+        return "red" if "from 20 to 30 s" in request.text else "blue"
 
     engine = ScriptedEngine(Chat.from_pretrained(blank), main, sub)
     config = small_config()

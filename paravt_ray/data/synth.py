@@ -31,7 +31,7 @@ FRAME_BUDGETS = (4, 8, 16, 32, 64)
 BUDGET_ODDS = (0.30, 0.22, 0.20, 0.16, 0.12)
 """Shares of the overview budgets in the conversations: small ones are cheap, and the hard case."""
 SUBAGENT_SHARE = 0.35
-DRILL_SHARE = 0.27
+DRILL_SHARE = 0.35
 """Of the prior's conversations: exercises like those of `sft_drills`."""
 LOOKING_SHARE = 0.5
 """Of the exercises: those with frames; the others are text alone."""

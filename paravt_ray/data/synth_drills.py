@@ -1,4 +1,4 @@
-"""Short text-only exercises in reading: copying, looking up, comparing times.
+"""Short text-only exercises in reading: copying, finding a letter, drawing the conclusion from reports.
 
 What a language model brings along from its pretraining, a tiny one has to learn first. These conversations cost a
 fifth of one with frames, and every token of their replies teaches copying, on which all other skills rest.
@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paravt_ray.data.synth_questions import LETTERS, span
-from paravt_ray.data.synth_traces import Message, text_message
+from paravt_ray.chat import summary_reply
+from paravt_ray.data.synth_questions import LETTERS, span, spans
+from paravt_ray.data.synth_traces import NOTHING, Message, report_lines, text_message
 from paravt_ray.data.synth_video import COLOURS, GRID_SECONDS, Window
 
 LATEST = 600
@@ -26,73 +27,55 @@ def drill_trace(rng: np.random.Generator) -> list[Message]:
 
 def draw_drill(rng: np.random.Generator) -> tuple[str, str]:
     """A request and its reply."""
-    drills: tuple[Callable[[np.random.Generator], tuple[str, str]], ...] = (_repeat, _option, _report, _within, _order)
+    drills: tuple[Callable[[np.random.Generator], tuple[str, str]], ...] = (_repeat, _find, _find, _conclude)
     return drills[int(rng.integers(len(drills)))](rng)
 
 
 def draw_windows(rng: np.random.Generator, count: int) -> list[Window]:
     """Different windows in order of time."""
-    starts = sorted(int(cell) * GRID_SECONDS for cell in rng.permutation(LATEST // GRID_SECONDS - 1)[:count])
-    return [(start, start + GRID_SECONDS * int(rng.integers(1, 3))) for start in starts]
+    starts = sorted(int(cell) * GRID_SECONDS for cell in rng.permutation(LATEST // GRID_SECONDS)[:count])
+    return [(start, start + GRID_SECONDS) for start in starts]
 
 
 def _repeat(rng: np.random.Generator) -> tuple[str, str]:
     """Copy a list of mixed things."""
-    windows = [span(window) for window in draw_windows(rng, 2)]
-    times = [f"{rng.uniform(0, LATEST):.1f}" for _ in range(2)]
-    things = [*windows, *times, *_colours(rng, 2), f"v{rng.integers(1000):03d}.mp4"]
+    windows = [span(window) for window in draw_windows(rng, 3)]
+    things = [*windows, *_colours(rng, 3), f"v{rng.integers(1000):03d}.mp4"]
     text = ", ".join(things[int(i)] for i in rng.permutation(len(things))[: int(rng.integers(3, 7))])
     return f"Repeat: {text}", text
 
 
-def _option(rng: np.random.Generator) -> tuple[str, str]:
-    """From a letter to what it stands for, and back."""
-    options = [span(w) for w in draw_windows(rng, int(rng.integers(2, 5)))] if rng.random() < 0.6 else _colours(rng, 4)
-    chosen = int(rng.integers(len(options)))
-    lines = "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
+def _find(rng: np.random.Generator) -> tuple[str, str]:
+    """From colours to their letters: those of options, or of lines on windows as the main agent writes them."""
+    colours = _colours(rng, 4)
     if rng.random() < 0.5:
-        return f"Which letter is {options[chosen]}?{lines}", LETTERS[chosen]
-    return f"What is {LETTERS[chosen]}?{lines}", options[chosen]
+        named: Sequence[str] = colours
+        lines = "\n".join(f"{letter}. {colour}" for letter, colour in zip(LETTERS, colours, strict=True))
+    else:
+        windows = draw_windows(rng, 4)
+        named, lines = spans(windows), report_lines(windows, colours)
+    order = [int(i) for i in rng.permutation(4)]
+    asked = ", ".join(colours[i] for i in order)
+    return f"{lines}\nWhich are {asked}?", "\n".join(f"so {colours[i]} {LETTERS[i]}. {named[i]}" for i in order)
 
 
-def _report(rng: np.random.Generator) -> tuple[str, str]:
-    """Find the line that names a colour."""
+def _conclude(rng: np.random.Generator) -> tuple[str, str]:
+    """Put reports of windows under their letters, then answer: what the main agent does after its calls."""
     windows = draw_windows(rng, int(rng.integers(2, 5)))
     colours = _colours(rng, len(windows))
-    spans = [sorted(int(t) for t in rng.integers(a, b, 2)) for a, b in windows]
-    shown = [f"{colour} from {a} to {b}" for colour, (a, b) in zip(colours, spans, strict=True)]
     chosen = int(rng.integers(len(windows)))
-    lines = [
-        f"{span(window)}: {'nothing' if i != chosen and rng.random() < 0.4 else shown[i]}"
-        for i, window in enumerate(windows)
-    ]
-    text = "\n".join(lines)
-    where = f"{colours[chosen]} in {span(windows[chosen])}"
-    asked = int(rng.integers(3))
-    if asked == 0:
-        return f"{text}\nWhere is the {colours[chosen]} shape?", where
-    if asked == 1:
-        return (
-            f"{text}\nWhen is the {colours[chosen]} shape shown?",
-            f"{shown[chosen]}\n[{spans[chosen][0]}, {spans[chosen][1]}]",
-        )
-    return f"{text}\nWhat is shown from {span(windows[chosen])}?", f"{span(windows[chosen])}: {colours[chosen]}"
-
-
-def _within(rng: np.random.Generator) -> tuple[str, str]:
-    """Find the window that holds a moment."""
-    windows = draw_windows(rng, int(rng.integers(2, 5)))
-    start, end = windows[int(rng.integers(len(windows)))]
-    colour = _colours(rng, 1)[0]
-    moment = f"{colour} at {rng.uniform(start, end - 0.1):.1f}"
-    inside = next(w for w in windows if w[0] <= float(moment.rsplit(maxsplit=1)[-1]) < w[1])
-    return f"{moment}. In one of: {', '.join(map(span, windows))}?", f"{moment} in {span(inside)}"
-
-
-def _order(rng: np.random.Generator) -> tuple[str, str]:
-    """Copy only the windows out of a question."""
-    windows = [span(window) for window in draw_windows(rng, int(rng.integers(1, 5)))]
-    return f"Which parts: {', '.join(windows)}? v{rng.integers(1000):03d}.mp4", "\n".join(windows)
+    found = [c if i == chosen or rng.random() < 0.7 else NOTHING for i, c in enumerate(colours)]
+    asked = "\n".join(f"{letter}. {span(window)}" for letter, window in zip(LETTERS, windows, strict=False))
+    reports = "\n".join(summary_reply(window, finding) for window, finding in zip(windows, found, strict=True))
+    lines = report_lines(windows, found)
+    kind = int(rng.integers(3))
+    if kind == 0:
+        seen = [colour for colour in found if colour != NOTHING]
+        return f"Which colours are shown in these parts?\n{asked}\n{reports}", f"{lines}\n{', '.join(seen)}"
+    conclusion = f"{lines}\nso {colours[chosen]} {LETTERS[chosen]}. {span(windows[chosen])}\n"
+    if kind == 1:
+        return f"When is the {colours[chosen]} shape shown?\n{asked}\n{reports}", f"{conclusion}{list(windows[chosen])}"
+    return f"Where is the {colours[chosen]} shape shown?\n{asked}\n{reports}", f"{conclusion}{LETTERS[chosen]}"
 
 
 def _colours(rng: np.random.Generator, count: int) -> list[str]:

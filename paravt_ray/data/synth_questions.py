@@ -52,6 +52,11 @@ def span(window: Window) -> str:
     return f"{window[0]} to {window[1]} s"
 
 
+def spans(windows: Sequence[Window]) -> tuple[str, ...]:
+    """Several windows as they are written."""
+    return tuple(span(window) for window in windows)
+
+
 def draw_question(clip: Clip, kind: Kind, rng: np.random.Generator) -> Question:
     """Draw one question of the given kind about a clip."""
     if kind == "what":
@@ -60,23 +65,22 @@ def draw_question(clip: Clip, kind: Kind, rng: np.random.Generator) -> Question:
         count = min(int(rng.integers(2, 4)), len(clip.events))
         events = sorted(_draw(clip.events, count, rng), key=lambda event: event.start)
         windows = tuple(event.window for event in events)
-        ask = f"Which colours are shown in these parts: {_listed(windows)}? Name them in this order."
+        ask = f"Which colours are shown in these parts?{_lettered(spans(windows))}\nName them in this order."
         return _question(clip, kind, ask, ", ".join(e.colour for e in events), windows, (), tuple(events))
     event = _draw(clip.events, 1, rng)[0]
     windows = _candidates(clip, event.window, rng)
     if kind == "when":
-        ask = f"When is the {event.colour} shape shown? In one of: {_listed(windows)}. Answer as [start, end]."
-        return _question(clip, kind, ask, f"[{event.start:.1f}, {event.end:.1f}]", windows, (), (event,))
-    options = tuple(span(window) for window in windows)
-    ask = f"Where is the {event.colour} shape shown?{_lettered(options)}"
-    return _question(clip, kind, ask, LETTERS[windows.index(event.window)], windows, options, (event,))
+        ask = f"When is the {event.colour} shape shown?{_lettered(spans(windows))}\nAnswer as [start, end]."
+        return _question(clip, kind, ask, f"[{event.start:.2f}, {event.end:.2f}]", windows, (), (event,))
+    ask = f"Where is the {event.colour} shape shown?{_lettered(spans(windows))}\nAnswer with a letter."
+    return _question(clip, kind, ask, LETTERS[windows.index(event.window)], windows, spans(windows), (event,))
 
 
 def _what(clip: Clip, rng: np.random.Generator) -> Question:
     event = _draw(clip.events, 1, rng)[0]
     others = _draw([colour for colour in COLOURS if colour != event.colour], 3, rng)
     options = tuple(_draw([event.colour, *others], 4, rng))
-    ask = f"What colour is shown from {span(event.window)}?{_lettered(options)}"
+    ask = f"What colour is shown from {span(event.window)}?{_lettered(options)}\nAnswer with a letter."
     return _question(clip, "what", ask, LETTERS[options.index(event.colour)], (event.window,), options, (event,))
 
 
@@ -104,13 +108,8 @@ def _draw(items: Sequence[_T], count: int, rng: np.random.Generator) -> list[_T]
     return [items[int(i)] for i in rng.permutation(len(items))[:count]]
 
 
-def _listed(windows: Sequence[Window]) -> str:
-    return ", ".join(span(window) for window in windows)
-
-
 def _lettered(options: Sequence[str]) -> str:
-    lines = "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
-    return f"{lines}\nAnswer with a letter."
+    return "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
 
 
 def overview_times(clip: Clip, frames: int) -> list[float]:

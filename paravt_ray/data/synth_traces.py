@@ -27,8 +27,8 @@ from paravt_ray.chat import (
     subagent_question,
     summary_reply,
 )
-from paravt_ray.data.synth_questions import LETTERS, Kind, Question, overview_times, seen_at, span
-from paravt_ray.data.synth_video import COLOURS, Clip, Event, Window
+from paravt_ray.data.synth_questions import LETTERS, Kind, Question, overview_times, seen_at, span, spans
+from paravt_ray.data.synth_video import COLOURS, Clip, Window
 
 Style = Literal["json", "code"]
 
@@ -47,6 +47,9 @@ ERRORS = (  # as the rollout and the parser word them
     "The call is not valid JSON.",
     "The JSON object is cut off.",
 )
+
+NOTHING = "nothing"
+"""What a sub-agent says of a window without an event."""
 
 Message = dict[str, Any]
 
@@ -79,19 +82,27 @@ def subagent_trace(question: Question, window: Window) -> list[Message]:
 
 
 def summary(clip: Clip, window: Window) -> str:
-    """What a sub-agent should say of a window: the colour and the first and last whole second that shows it."""
+    """What a sub-agent should say of a window: the colour that it shows."""
     event = clip.event_in(window)
-    if event is None:
-        return "nothing"
-    shown = [second for second in crop_seconds(window) if event.start <= second < event.end]
-    return f"{event.colour} from {shown[0]} to {shown[-1]}"
+    return event.colour if event else NOTHING
 
 
-def crop_seconds(window: Window, max_frames: int = 16) -> list[int]:
+def report_lines(windows: Sequence[Window], findings: Sequence[str]) -> str:
+    """One line for each window that is asked about, between its letter and again its letter where there are several.
+
+    What follows a colour is then its letter: to conclude from the lines is to continue one of them.
+    """
+    if len(windows) == 1:
+        return f"{span(windows[0])}: {findings[0]}"
+    lines = zip(LETTERS, windows, findings, strict=False)
+    return "\n".join(f"{letter}. {span(window)}: {finding} {letter}" for letter, window, finding in lines)
+
+
+def crop_seconds(window: Window, max_frames: int = 16) -> list[float]:
     """Seconds of the frames that the crop service returns at one frame a second for a window of whole seconds."""
     length = window[1] - window[0]
     count = min(length, max_frames)
-    return [window[0] + int((i + 0.5) * length / count) for i in range(count)]
+    return [float(window[0] + int((i + 0.5) * length / count)) for i in range(count)]
 
 
 def main_trace(question: Question, frames: int, style: Style, rng: np.random.Generator) -> list[Message]:
@@ -107,90 +118,64 @@ class _Writer:
     frames: int
     style: Style
     rng: np.random.Generator
-    known: dict[Window, str | None] = field(default_factory=dict)
-    """What was found out of each window so far: a colour, None for nothing."""
+    known: dict[Window, str] = field(default_factory=dict)
+    """What was found out of each window so far: a colour or `NOTHING`."""
 
     def write(self) -> list[Message]:
-        times = overview_times(self.question.clip, self.frames)
-        messages = main_prompt(self.question, self.frames)
-        seen = {event: seen_at(event, times) for event in self.question.needed}
-        clear = all(time is not None for time in seen.values())
-        odds = NEEDLESS_CALL_ODDS if clear else CALL_ODDS[self.question.kind]
-        looks = self.rng.random() < odds
-        thought = self._overview_thought(seen)
+        question = self.question
+        times = overview_times(question.clip, self.frames)
+        events = [event for window in question.windows if (event := question.clip.event_in(window))]
+        self.known = {event.window: event.colour for event in events if seen_at(event, times) is not None}
+        thought = self._lines("not seen")
+        looks = self.rng.random() < (NEEDLESS_CALL_ODDS if self._found() else CALL_ODDS[question.kind])
+        messages = main_prompt(question, self.frames)
         if not looks:
-            return [*messages, self._answer(thought if clear else f"{thought}, guess", self._blind_answer(seen))]
-        messages.append(self._calls(f"{thought}, look closer", self.question.windows))
-        return [*messages, *self._after(self.question.windows, first=True)]
-
-    def _overview_thought(self, seen: dict[Event, float | None]) -> str:
-        if self.question.kind in ("where", "when"):
-            event, time = next(iter(seen.items()))
-            return (
-                f"{event.colour} not seen" if time is None else f"{event.colour} at {time:.1f} in {span(event.window)}"
-            )
-        return self._by_window({event.window: event.colour for event, time in seen.items() if time is not None})
-
-    def _by_window(self, colours: dict[Window, str]) -> str:
-        return ", ".join(f"{span(w)}: {colours.get(w, 'not seen')}" for w in self.question.windows)
-
-    def _blind_answer(self, seen: dict[Event, float | None]) -> str:
-        """The answer from the overview alone, with guesses where it shows nothing."""
-        kind, question = self.question.kind, self.question
-        if kind == "which":
-            guesses = [str(colour) for colour in self.rng.permutation(list(COLOURS))]
-            return ", ".join(guesses.pop() if time is None else event.colour for event, time in seen.items())
-        event, time = next(iter(seen.items()))
-        if kind == "when":
-            window = event.window if time is not None else self._any(question.windows)
-            return f"[{window[0]}, {window[1]}]"
-        return question.answer if time is not None else LETTERS[int(self.rng.integers(len(question.options)))]
+            return [*messages, self._answer(thought)]
+        messages.append(self._calls(f"{thought}\nlook closer", question.windows))
+        self.known = {}
+        return [*messages, *self._after(question.windows, first=True)]
 
     def _after(self, called: Sequence[Window], first: bool) -> list[Message]:
         """Replies to calls, and what follows them."""
         fails = self.rng.random() < ERROR_ODDS
         failed = [window for window in called if fails and self.rng.random() < 0.5]
         forced = not first or self.rng.random() < FORCED_ODDS
-        self.known |= {w: self._colour(w) for w in called if w not in failed}
+        self.known |= {w: summary(self.question.clip, w) for w in called if w not in failed}
         replies = [self._reply(window, window in failed) for window in called]
         user = text_message("user", "\n".join(replies) + (f"\n{FORCE_ANSWER}" if forced else ""))
-        if self._found():
-            return [user, self._answer(self._final_thought(), self._final_answer())]
-        if forced or not failed:
-            blind = self._blind_answer({e: self._known_time(e) for e in self.question.needed})
-            return [user, self._answer("not found, guess", blind)]
-        return [user, self._calls("error, look closer", failed), *self._after(failed, first=False)]
+        thought = self._lines("error")
+        if self._found() or forced:
+            return [user, self._answer(thought)]
+        return [user, self._calls(f"{thought}\nlook closer", failed), *self._after(failed, first=False)]
 
     def _reply(self, window: Window, failed: bool) -> str:
         if failed:
             return _response(error_reply(self._any(ERRORS)))
         return _response(summary_reply(window, summary(self.question.clip, window)))
 
-    def _colour(self, window: Window) -> str | None:
-        event = self.question.clip.event_in(window)
-        return event.colour if event else None
-
-    def _known_time(self, event: Event) -> float | None:
-        return event.start if event.window in self.known else None
-
     def _found(self) -> bool:
         return all(event.window in self.known for event in self.question.needed)
 
-    def _final_thought(self) -> str:
-        event = self.question.needed[0]
-        if self.question.kind == "where":
-            return f"{event.colour} in {span(event.window)}"
-        if self.question.kind == "when":
-            return summary(self.question.clip, event.window)
-        return self._by_window({e.window: e.colour for e in self.question.needed})
+    def _lines(self, unknown: str) -> str:
+        """What is known of each window, under its letter where it has one."""
+        windows = self.question.windows
+        return report_lines(windows, [self.known.get(window, unknown) for window in windows])
 
-    def _final_answer(self) -> str:
-        if self.question.kind != "when":
-            return self.question.answer
-        words = summary(self.question.clip, self.question.needed[0].window).split()
-        return f"[{words[2]}, {words[4]}]"
+    def _answer(self, thought: str) -> Message:
+        kind, question = self.question.kind, self.question
+        if kind == "which":
+            guesses = [str(colour) for colour in self.rng.permutation(list(COLOURS))]
+            colours = [self.known.get(event.window) or guesses.pop() for event in question.needed]
+            return self._close(thought, ", ".join(colours))
+        options = question.options if kind == "what" else spans(question.windows)
+        right = question.needed[0].colour if kind == "what" else span(question.needed[0].window)
+        chosen = options.index(right) if self._found() else int(self.rng.integers(len(options)))
+        found = f"so {question.needed[0].colour}" if self._found() else "guess"
+        conclusion = f"{found} {LETTERS[chosen]}. {options[chosen]}"
+        answer = str(list(question.windows[chosen])) if kind == "when" else LETTERS[chosen]
+        return self._close(f"{thought}\n{conclusion}", answer)
 
-    def _answer(self, thought: str, answer: str) -> Message:
+    def _close(self, thought: str, answer: str) -> Message:
         text = f"{THINK_PREFIX}{thought}\n</think>\n<answer>{answer}</answer>"
         if self.style == "code":
             text = self._any(

@@ -31,7 +31,7 @@ SIDE = 64
 """Pixels of a frame's side."""
 KEYFRAME_SECONDS = 12
 GRID_SECONDS = 10
-"""Windows begin and end on multiples of this."""
+"""A window lasts this long, and begins on a multiple of it."""
 
 Window = tuple[int, int]
 """From, to, in whole seconds."""
@@ -66,7 +66,7 @@ class Clip:
 
 
 def plan_clip(name: str, seed: int) -> Clip:
-    """Draw a clip of one to ten minutes (log-uniform) with three to eight events of 4 to 18 seconds."""
+    """Draw a clip of one to ten minutes (log-uniform) with three to eight events of 7 to 9 seconds."""
     rng = np.random.default_rng([seed, 0])
     cells = round(math.exp(rng.uniform(math.log(60), math.log(600))) / GRID_SECONDS)
     windows = _windows(rng, cells)
@@ -79,24 +79,16 @@ def plan_clip(name: str, seed: int) -> Clip:
 
 
 def _windows(rng: np.random.Generator, cells: int) -> list[Window]:
-    """Disjoint windows of one or two grid cells, at most twelve; gaps between them where the clip is long enough."""
-    taken: list[Window] = []
-    for start in rng.permutation(cells):
-        length = int(rng.integers(1, 3)) if cells > 9 else 1
-        first, last = int(start), int(start) + length
-        if last <= cells and all(last <= a or first >= b for a, b in taken):
-            taken.append((first, last))
-        if len(taken) == min(12, max(5, cells // 3)):
-            break
-    return sorted((a * GRID_SECONDS, b * GRID_SECONDS) for a, b in taken)
+    """Five to twelve cells of the grid, with gaps between them where the clip is long enough."""
+    chosen = sorted(int(cell) for cell in rng.permutation(cells)[: min(12, max(5, cells // 3))])
+    return [(cell * GRID_SECONDS, (cell + 1) * GRID_SECONDS) for cell in chosen]
 
 
 def _event(rng: np.random.Generator, colour: str, window: Window) -> Event:
-    room = window[1] - window[0] - 1.0
-    length = rng.uniform(max(4.0, 0.45 * room), room)
-    start = window[0] + 0.5 + rng.uniform(0, room - length)
-    start, end = round(start * FPS) / FPS, round((start + length) * FPS) / FPS
-    return Event(colour, start, end, window)
+    # Long for its window, so that whoever names the window has nearly named the event.
+    length = round(rng.uniform(7, 9) * FPS) / FPS
+    start = window[0] + 0.5 + round(rng.uniform(0, 9 - length) * FPS) / FPS
+    return Event(colour, start, start + length, window)
 
 
 def draw_frames(clip: Clip, side: int = SIDE) -> Iterator[NDArray[np.uint8]]:
