@@ -1,4 +1,4 @@
-"""The tiny Qwen3-VL: the real architecture at one to two million parameters, with a tokenizer for the synthetic task.
+"""The tiny Qwen3-VL: the real architecture at two million parameters, with a tokenizer for the synthetic task.
 
 It loads in transformers and in vLLM as any Qwen3-VL does. One frame of 32x32 pixels is one visual token.
 """
