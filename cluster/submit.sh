@@ -25,11 +25,21 @@ except UserError as error:
 PY
 )
 quoted=$(printf '%q ' "$config" "$@" cluster.address=auto)
+id=paravt_$(date +%Y%m%d_%H%M%S)_$$
+
+# Ends with the job's exit code. Ray's own client also ends with 0 when the cluster goes away under the job.
+send() {
+  .venv/bin/ray job submit --address "$1" --submission-id "$id" "${@:2}" || exit
+  .venv/bin/ray job status --address "$1" "$id" 2>&1 | grep -qi succeeded ||
+    fail "The job $id did not end well, or its cluster is gone: what it finished is in $run_dir."
+}
+
 if [ -z "${ADDRESS:-}" ]; then
   address=$(cat outputs/cluster/address 2>/dev/null) || fail "No cluster is up here. Start one with 'make up', or name one: ADDRESS=http://head:8265."
-  exec .venv/bin/ray job submit --address "$address" -- bash -c "cd $(printf '%q' "$PWD") && exec paravt train $quoted"
+  send "$address" -- bash -c "cd $(printf '%q' "$PWD") && exec paravt train $quoted"
+  exit
 fi
 case $run_dir in
-  /*) exec .venv/bin/ray job submit --address "$ADDRESS" --working-dir . -- bash -c "exec python -m paravt_ray.cli train $quoted" ;;
+  /*) send "$ADDRESS" --working-dir . -- bash -c "exec python -m paravt_ray.cli train $quoted" ;;
   *) fail "trainer.run_dir is $run_dir, which would end with the job. Give a folder that all machines share: ARGS='trainer.run_dir=/shared/run'." ;;
 esac

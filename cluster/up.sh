@@ -22,7 +22,8 @@ if [ -f "$state/pid" ] && kill -0 "$(cat "$state/pid")" 2>/dev/null; then
 fi
 
 export RAY_AUTH_MODE=token PATH="$PWD/.venv/bin:$PATH"
-"$ray" get-auth-token --generate >/dev/null # made once, kept in ~/.ray/auth_token for this user alone
+(umask 077 && "$ray" get-auth-token --generate >/dev/null) # made once, kept in ~/.ray/auth_token for this user alone
+chmod 600 ~/.ray/auth_token # also one that Ray has made by itself, which everybody can read
 
 free_port() { # the first free port from $1 on
   .venv/bin/python - "$1" <<'PY'

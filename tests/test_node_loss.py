@@ -117,7 +117,8 @@ def test_a_node_with_a_generator_and_all_tool_workers_is_lost(cluster: Cluster, 
             loss.join(30)
             assert not loss.is_alive()
             wait_for(lambda: [m.state for m in fleet.status()] == ["serving"] * 2, "the generator's return", 90)
-            assert [m.restarts for m in fleet.status()] == [1, 0]
+            assert fleet.status()[0].restarts >= 1  # more where Ray offers the lost node once again
+            assert fleet.status()[1].restarts == 0
             trainer.step(3, [])
             assert decoders_under(kept, pool) == config.tools.workers
         pool.close()
