@@ -153,9 +153,6 @@ def rig(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         async def generate(self, ids: list[int], frames: list[Frame], sampling: Sampling) -> Generation:
             return await self._running.generate(ids, frames, sampling)
 
-        async def set_turn_timeout(self, seconds: float) -> None:
-            self._config.rollout.turn_timeout_s = seconds
-
         async def unfinished(self) -> int:
             return self._running._llm.get_num_unfinished_requests()  # type: ignore[no-any-return]
 
@@ -213,17 +210,8 @@ def test_what_cannot_be_sampled_is_an_engine_error(rig: Rig, make: Callable[[Rig
     assert rig.generate([rig.prompt([])], 5)  # the engine lives
 
 
-def test_a_deadline_ends_the_request_in_the_engine(rig: Rig) -> None:
-    ray.get(rig.actor.set_turn_timeout.remote(0.2))
-    try:
-        with pytest.raises(EngineError, match=r"did not finish a turn within 0\.2 s"):
-            rig.generate([rig.prompt([])] * 8, 900)
-    finally:
-        ray.get(rig.actor.set_turn_timeout.remote(60.0))
-    wait_until(lambda: rig.unfinished() == 0)
-
-
 def test_a_cancelled_turn_ends_in_the_engine(rig: Rig) -> None:
+    # So does one that misses its caller's deadline, which is a cancellation.
     refs = rig.start([rig.prompt([])] * 4, 900)
     wait_until(lambda: rig.unfinished() == 4)
     for ref in refs:
