@@ -7,13 +7,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from paravt_ray.data.synth import SynthSizes, synthesize
 from paravt_ray.tracking.run_dir import read_metrics
@@ -84,13 +84,6 @@ class Checkout:
             except OSError:  # it has just ended, or is not ours
                 continue
         return found
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

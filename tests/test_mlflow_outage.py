@@ -10,18 +10,17 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 from sample_run import episode
+from waiting import wait_for
 
 from paravt_ray.config import Config
 from paravt_ray.episode import Group, Sample
@@ -46,13 +45,6 @@ def answers(uri: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
-        time.sleep(0.1)
 
 
 @contextmanager

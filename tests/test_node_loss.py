@@ -10,7 +10,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from scripted_actor import ScriptedHandle
+from waiting import wait_for
 
 from paravt_ray.bench._simulated import SimulatedLearner
 from paravt_ray.bench._trainer import BenchTrainer
@@ -66,13 +67,6 @@ def settings(folder: Path) -> Config:
     config.rollout.turn_timeout_s, config.rollout.episode_timeout_s = 30.0, 120.0
     config.tools.crop_timeout_s = 20.0
     return config
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
-        time.sleep(0.05)
 
 
 def decoders_under(node: Any, pool: CropPool) -> int:

@@ -1,0 +1,14 @@
+"""Waiting for what other processes do, never for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+    """Return once the condition holds; an AssertionError that names `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
+        time.sleep(0.1)
