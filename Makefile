@@ -1,6 +1,6 @@
 # Every target sets up what it needs; `make debug` and `make test` work on a fresh machine.
 .DEFAULT_GOAL := help
-.PHONY: help setup debug tiny-model paradox test lint bench mlflow up down submit
+.PHONY: help setup debug tiny-model tiny-weak-model paradox test lint bench mlflow up down submit
 
 CONFIG ?= configs/debug.yaml
 ARGS ?=
@@ -9,7 +9,7 @@ PARAVT := .venv/bin/paravt
 SYNTH := outputs/synth/sft_valid.parquet # written last
 
 help:
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 setup: ## the Python environment in .venv (3 to 10 minutes once, then at once)
 	@cluster/setup.sh
@@ -22,7 +22,11 @@ paradox: setup $(SYNTH) ## the paper's comparison on this machine: hours; a look
 
 tiny-model: setup ## the tiny model that ships with the package, from a seed (less than half an hour)
 	rm -rf outputs/tiny
-	.venv/bin/python -m paravt_ray.tiny_build
+	.venv/bin/python -m paravt_ray.tiny_build tiny
+
+tiny-weak-model: setup ## its sister with a weak tool prior, from the same beginnings (a quarter of an hour more)
+	rm -rf outputs/tiny/weak_prior outputs/tiny/weak_sft
+	.venv/bin/python -m paravt_ray.tiny_build tiny_weak
 
 $(SYNTH): | setup
 	$(PARAVT) data synth outputs/synth

@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from paravt_ray.errors import InputError
 
-TINY_MODEL = "tiny"
+SHIPPED_MODELS = ("tiny", "tiny_weak")
 MODEL_TYPE = "qwen3_vl"
 
 
@@ -29,8 +29,9 @@ class ConfigError(InputError):
 class ModelConfig:
     """Which model is trained and how it sees frames."""
 
-    path: str = TINY_MODEL
-    """Directory of a Qwen3-VL checkpoint in Hugging Face format; `tiny` is the one that ships with the package."""
+    path: str = SHIPPED_MODELS[0]
+    """Directory of a Qwen3-VL checkpoint in Hugging Face format; `tiny` ships with the package, and
+    so does `tiny_weak`, which has seen hardly any calls before its cold start."""
     dtype: str = "bfloat16"
     """Weights and activations in generators and learner: `float32` or `bfloat16`."""
     context_length: int = 32768
@@ -568,8 +569,8 @@ def model_directory(config: Config) -> Path:
     Raises:
         ConfigError: there is no checkpoint of the Qwen3-VL family in Hugging Face format.
     """
-    shipped = Path(__file__).with_name("assets") / TINY_MODEL
-    directory = shipped if config.model.path == TINY_MODEL else Path(config.model.path)
+    name = config.model.path
+    directory = Path(__file__).with_name("assets") / name if name in SHIPPED_MODELS else Path(name)
     file = directory / "config.json"
     if not file.is_file():
         raise ConfigError(

@@ -1,6 +1,6 @@
 """`make tiny-model`: everything from a seed to the tiny model that ships with the package.
 
-Synthetic data, an untrained checkpoint, three stages of supervised training, a measurement. About half an hour on two
+Synthetic data, an untrained checkpoint, four stages of supervised training, a measurement. About half an hour on two
 cores; a stage that was finished before is not run again.
 """
 
@@ -19,8 +19,20 @@ from paravt_ray.sft.train import train
 from paravt_ray.tiny_measure import measure
 from paravt_ray.tiny_model import write_blank_model
 
-SIZES = SynthSizes(train_clips=300, drill_conversations=19200, prior_conversations=9600, sft_conversations=2400)
-STAGES = ("drills", "prior", "sft")
+SIZES = SynthSizes(
+    train_clips=300,
+    reading_conversations=24000,
+    looking_conversations=11200,
+    prior_conversations=9000,
+    sft_conversations=2400,
+)
+STAGES: dict[str, tuple[str, ...]] = {"reading": (), "looking": (), "prior": (), "sft": ()}
+"""What is trained, one after the other: `configs/tiny_STAGE.yaml` and what differs from it."""
+WEAK_STAGES = STAGES | {
+    "prior": ("data.train=outputs/tiny/data/sft_weak_prior.parquet", "sft.output=outputs/tiny/weak_prior"),
+    "sft": ("model.path=outputs/tiny/weak_prior", "sft.output=outputs/tiny/weak_sft"),
+}
+"""The same for the model with a weak tool prior: hardly a call in what it learns before the project's own format."""
 CONFIGS = Path("configs")
 WORK = Path("outputs/tiny")
 """Where the stages' configurations look for what the stage before left."""
@@ -29,10 +41,15 @@ ROLES = "system\nuser\nassistant\n"
 LARGEST_BYTES = 8 << 20
 
 
-def build_tiny_model(out: Path, seed: int) -> Path:
+def build_tiny_model(out: Path, seed: int, overrides: dict[str, tuple[str, ...]]) -> Path:
     """Build, train and measure the tiny model, and put it into `out` with a `manifest.json`.
 
-    Run it from the repository's root: the stages are `configs/tiny_{drills,prior,sft}.yaml`.
+    Run it from the repository's root.
+
+    Args:
+        out: folder of the result.
+        seed: of the data, the first weights and the order of training.
+        overrides: by stage, what differs from its configuration.
 
     Raises:
         UserError: a stage cannot run; what is wrong and the way out.
@@ -44,8 +61,8 @@ def build_tiny_model(out: Path, seed: int) -> Path:
     if not (blank / "config.json").is_file():
         write_blank_model(blank, tokenizer_texts(data), seed)
     stages: dict[str, Any] = {}
-    for stage in STAGES:
-        config = load_config(CONFIGS / f"tiny_{stage}.yaml", [f"trainer.seed={seed}"])
+    for stage, changes in overrides.items():
+        config = load_config(CONFIGS / f"tiny_{stage}.yaml", [f"trainer.seed={seed}", *changes])
         if not (Path(config.sft.output) / "config.json").is_file():
             print(f"Stage {stage}:")
             train(config)
@@ -61,7 +78,7 @@ def tokenizer_texts(data: Path) -> list[str]:
     from paravt_ray.data.reader import read_rows
 
     texts = [ROLES] * TOKENIZER_CONVERSATIONS
-    for name in ("sft_drills", "sft_prior", "sft_train"):
+    for name in ("sft_reading", "sft_looking", "sft_prior", "sft_train"):
         for row in read_rows(data / f"{name}.parquet", ["messages"])[:TOKENIZER_CONVERSATIONS]:
             parts = [part for message in json.loads(row["messages"]) for part in message["content"]]
             texts += [part["text"] for part in parts if part["type"] == "text"]
@@ -74,7 +91,7 @@ def _settings(config: Config) -> dict[str, Any]:
     return {
         "conversations": config.data.train,
         "batch_size": config.sft.batch_size,
-        "epochs": config.sft.epochs,
+        "steps": config.sft.steps,
         "lr": learner.lr,
         "schedule": learner.schedule,
     }
@@ -98,4 +115,6 @@ def _ship(trained: Path, out: Path, manifest: dict[str, Any]) -> Path:
 
 
 if __name__ == "__main__":
-    print(f"Wrote {build_tiny_model(Path(__file__).with_name('assets') / 'tiny', int((sys.argv[1:] or ['0'])[0]))}.")
+    name = (sys.argv[1:] or ["tiny"])[0]
+    which = {"tiny": STAGES, "tiny_weak": WEAK_STAGES}[name]
+    print(f"Wrote {build_tiny_model(Path(__file__).with_name('assets') / name, seed=0, overrides=which)}.")

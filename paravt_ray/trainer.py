@@ -150,9 +150,9 @@ class Trainer:
         if self.config.rollout.dynamic_sampling:
             resampled = len(groups) - self.config.rollout.prompts_per_step
             metrics |= {"rollout/resampled": float(resampled), "rollout/trained_groups": float(len(chosen))}
-        metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics["time/step"] = time.perf_counter() - started
         metrics |= self.evaluate(held_out)
+        metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         self.tracker.log_step(step, metrics, groups)
         every = self.config.trainer.save_every
         if step == self.config.trainer.steps or (every and step % every == 0):
@@ -210,6 +210,7 @@ class Trainer:
         runs = self.fleet.canary()
         logprobs = self.learner.logprobs([canary_row(run) for run in runs])
         gap = check_canary(runs, logprobs, self.version, self.config.model.dtype)
+        self.fleet.agreed = runs[0]
         return {
             "sync/seconds": time.perf_counter() - started,
             "sync/bytes": float(push.nbytes),

@@ -54,14 +54,17 @@ class Browser:
         result: dict[str, Any] = json.loads(message)
         return result
 
-    def open(self, page: Path, width: int, phone: bool, fragment: str = "") -> None:
+    def open(self, address: str, width: int, phone: bool = False) -> None:
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=phone)
         self.send("Page.navigate", url="about:blank")
         self.events.clear()
-        self.send("Page.navigate", url=page.as_uri() + fragment)
-        deadline = time.monotonic() + 60
-        while not self.ask("document.readyState === 'complete' && location.protocol === 'file:'"):
-            assert time.monotonic() < deadline
+        self.send("Page.navigate", url=address)
+        self.wait("document.readyState === 'complete' && location.protocol !== 'about:'")
+
+    def wait(self, condition: str, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.ask(condition):
+            assert time.monotonic() < deadline, f"never true: {condition}"
             time.sleep(0.1)
 
     def ask(self, expression: str) -> Any:

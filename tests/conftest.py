@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browser import Browser
 
 from paravt_ray.tracking.mlflow_log import make_database
 
@@ -13,6 +16,16 @@ from paravt_ray.tracking.mlflow_log import make_database
 def pytest_configure(config: pytest.Config) -> None:
     """Let child processes be interrupted: a shell that runs the tests in the background has Ctrl-C ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no chromium is installed to open the page with")
+    opened = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="session")

@@ -147,6 +147,8 @@ class Script:
     """Returns seconds, raises, or hangs (None: no time at all); a Group stands for itself."""
     push: Callable[[Fake, Push], Any] = lambda fake, push: None
     health: Callable[[Fake], Any] = lambda fake: None
+    canary: Callable[[Fake], float] = lambda fake: -1.0
+    """Returns the log-prob that it gives the canary's tokens."""
     gpus: Callable[[int], tuple[str, ...]] = lambda index: ()
     made: list[Fake] = field(default_factory=list)
 
@@ -212,7 +214,10 @@ class Fake:
         return push.version
 
     async def canary(self) -> CanaryRun:
-        return CanaryRun(Trajectory(), self.version, self.index)
+        await self._do(lambda fake: None)
+        trajectory = Trajectory()
+        trajectory.append_generated([1, 2], [self.script.canary(self)] * 2, self.version)
+        return CanaryRun(trajectory, self.version, self.index)
 
     async def health(self, timeout_s: float) -> int:
         await self._do(self.script.health)
@@ -471,6 +476,18 @@ def test_a_generator_restarted_while_its_weights_are_replaced_waits_for_the_next
         fleet.rollout(make_specs(20))
     successor = next(fake for fake in script.made if fake.life == 1)
     assert set(successor.served_with) == {2}
+
+
+def test_a_restarted_generator_that_does_not_hold_the_weights_never_serves() -> None:
+    """Its engine says that it loaded them; only the canary that the others passed tells that it did not."""
+    script = Script(canary=lambda fake: -1.1 if fake.life == 1 else -1.0, group=lambda fake, spec: 0.002)
+    with running(script, make_config(generators=1)) as fleet:
+        fleet.push_weights(make_push(1))
+        (fleet.agreed,) = fleet.canary()
+        script.made[0].die()
+        assert len(fleet.rollout(make_specs(3))) == 3
+        assert fleet.status()[0].restarts == 2
+    assert [fake.groups for fake in script.made if fake.life == 1] == [[]]
 
 
 def test_a_push_during_rollouts_reaches_everyone_and_loses_nothing() -> None:

@@ -89,6 +89,19 @@ def test_two_ranks_learn_what_one_learns(
     resumed.close()
 
 
+@pytest.mark.slow
+def test_a_rank_without_rows_asks_the_sharded_reference_with_the_others(
+    cluster: None, path: Path, rows: list[TrainRow]
+) -> None:
+    """The reference's layers are gathered from all ranks: one that skipped its forward pass would leave them waiting."""
+    config = make_config(zero_stage=3, ranks=2, micro_batch_tokens=700)
+    config.algorithm.kl_coefficient, config.algorithm.kl_placement = 0.05, "loss"
+    with LearnerGroup(config, path) as group:
+        for _ in range(2):
+            metrics = group.update(rows[:1])
+    assert metrics["train/kl"] > 0
+
+
 def read_tensors_in_order(path: Path) -> list[tuple[str, torch.Tensor]]:
     from transformers import Qwen3VLForConditionalGeneration
 

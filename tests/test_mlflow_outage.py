@@ -10,8 +10,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -20,7 +18,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from sample_run import episode
-from waiting import wait_for
+from waiting import answers, wait_for
 
 from paravt_ray.config import Config
 from paravt_ray.episode import Group, Sample
@@ -37,14 +35,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def answers(uri: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{uri}/health", timeout=2) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
 
 
 @contextmanager

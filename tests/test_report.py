@@ -7,10 +7,8 @@ import hashlib
 import io
 import json
 import re
-import shutil
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -288,16 +286,6 @@ def test_many_points_become_means() -> None:
 # In a browser
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no chromium is installed to open the page with")
-    opened = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield opened
-    opened.close()
-
-
 def choose(browser: Browser, name: str, value: str) -> None:
     browser.ask(
         f"(() => {{ const box = document.querySelector('[data-filter={name}]'); box.value = {json.dumps(value)};"
@@ -308,7 +296,7 @@ def choose(browser: Browser, name: str, value: str) -> None:
 @pytest.mark.parametrize(("width", "phone"), [(1280, False), (390, True)], ids=["desktop", "phone"])
 def test_in_a_browser(browser: Browser, runs: tuple[Path, Path], tmp_path: Path, width: int, phone: bool) -> None:
     assert report.run(list(runs), tmp_path / "page.html") == 0
-    browser.open(tmp_path / "page.html", width, phone)
+    browser.open((tmp_path / "page.html").as_uri(), width, phone)
     found = "[...document.querySelectorAll('.found')].map((e) => e.textContent.trim())"
     assert browser.ask(found) == ["para_grpo 60 of 60 trajectories", "vanilla_grpo 40 of 40 trajectories"]
     fits = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
@@ -339,7 +327,7 @@ def test_a_link_with_filters_and_the_values_under_the_pointer(
     browser: Browser, runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     assert report.run([runs[0]], tmp_path / "page.html") == 0
-    browser.open(tmp_path / "page.html", 1280, False, "#verdict=wrong&step=6")
+    browser.open(f"{(tmp_path / 'page.html').as_uri()}#verdict=wrong&step=6", 1280)
     assert browser.ask("document.querySelector('.found').textContent.trim()") == "4 of 60 trajectories"
     values = browser.ask(
         "(() => { const figures = [...document.querySelectorAll('.chart')];"

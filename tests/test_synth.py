@@ -30,9 +30,9 @@ from paravt_ray.data.synth import (
     synthesize,
     visible_shares,
 )
-from paravt_ray.data.synth_drills import draw_drill
 from paravt_ray.data.synth_looking import looking_trace
 from paravt_ray.data.synth_questions import KINDS, LETTERS, draw_question, overview_times
+from paravt_ray.data.synth_reading import draw_exercise
 from paravt_ray.data.synth_traces import ERRORS, crop_seconds, main_trace, subagent_trace, summary
 from paravt_ray.data.synth_video import COLOURS, Clip, plan_clip, write_clip
 from paravt_ray.episode import Frame
@@ -221,7 +221,7 @@ def test_thoughts_tell_what_the_overview_shows_of_each_window() -> None:
     assert min(told.values()) > 50
 
 
-def test_looking_drills_agree_with_the_plan() -> None:
+def test_exercises_in_looking_agree_with_the_plan() -> None:
     rng = np.random.default_rng(4)
     told = {"seen": 0, "not seen": 0}
     for index in range(200):
@@ -247,18 +247,19 @@ def test_looking_drills_agree_with_the_plan() -> None:
     assert min(told.values()) > 200
 
 
-def test_drills_are_answered_from_their_own_text() -> None:
+def test_exercises_in_reading_are_answered_from_their_own_text() -> None:
     rng = np.random.default_rng(5)
-    asked = [draw_drill(rng) for _ in range(400)]
+    asked = [draw_exercise(rng) for _ in range(400)]
     for request, reply in asked:
         # Copying is all there is to learn: every word and number of a reply stands in its request.
         words = [word.strip("[],:.") for word in reply.split()]
         assert all(word in request or word == "so" for word in words), (request, reply)
         lines = request.splitlines()
-        if lines[-1].startswith("Which is "):
-            option = next(line for line in lines if reply.endswith(f" {line}"))
-            assert reply == f"so {option[3:]} {option}"
-            assert lines[-1].removeprefix("Which is ").rstrip("?") in option.split(". ")
+        if lines[-1].startswith("Which are "):
+            colours = lines[-1].removeprefix("Which are ").rstrip("?").split(", ")
+            for colour, line in zip(colours, reply.splitlines(), strict=True):
+                option = next(option for option in lines[:-1] if colour in option.split())
+                assert line == f"so {colour} {option.split(':')[0]}"
         elif lines[0].startswith(("When", "Where")):
             colour = lines[0].split()[3]
             right = next(line.split(": ")[0] for line in lines if line.endswith(f": {colour}"))
@@ -273,14 +274,23 @@ def test_error_replies_are_those_of_rollouts() -> None:
 
 def test_synthesize_writes_both_formats_on_different_clips(tmp_path: Path) -> None:
     sizes = SynthSizes(
-        3, 2, 4, drill_conversations=7, prior_conversations=6, sft_conversations=5, valid_conversations=4
+        3,
+        2,
+        4,
+        reading_conversations=7,
+        looking_conversations=8,
+        prior_conversations=6,
+        sft_conversations=5,
+        valid_conversations=4,
     )
     report = synthesize(tmp_path / "a", seed=1, sizes=sizes)
     assert report.rows == {
         "train": 12,
         "valid": 8,
-        "sft_drills": 7,
+        "sft_reading": 7,
+        "sft_looking": 8,
         "sft_prior": 6,
+        "sft_weak_prior": 6,
         "sft_train": 5,
         "sft_valid": 4,
     }

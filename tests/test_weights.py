@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from tiny import make_tiny_checkpoint, make_tokenizer
 from paravt_ray.chat import Chat
 from paravt_ray.config import Config
 from paravt_ray.episode import Trajectory
-from paravt_ray.rollout.canary import CanaryError, CanaryRun, canary_prompt, canary_row, check_canary
+from paravt_ray.rollout.canary import CanaryError, CanaryRun, canary_prompt, canary_row, check_canary, check_successor
 from paravt_ray.weights.fetch import local_bytes, read_chunk
 from paravt_ray.weights.manifest import check_shapes, checkpoint_shapes
 from paravt_ray.weights.push import Push, WeightError
@@ -172,3 +173,25 @@ def test_a_canary_of_another_version_fails(chat: Chat) -> None:
     run = make_run(chat, version=3)
     with pytest.raises(CanaryError, match="version 3 of the weights after version 4"):
         check_canary([run], [canary_row(run).behaviour_logprobs], 4, "float32")
+
+
+def sampled(logprob: float, ids: Sequence[int] = (5, 6)) -> CanaryRun:
+    trajectory = Trajectory()
+    trajectory.append_prompt([1, 2], [1, 2], [])
+    trajectory.append_generated(list(ids), [logprob] * len(ids), 1)
+    return CanaryRun(trajectory, 1)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "passes"),
+    [
+        (sampled(-1.0), sampled(-1.00005), True),
+        (sampled(-1.0), sampled(-1.001), False),
+        (sampled(-1.0, [5, 6]), sampled(-1.0, [5, 7]), True),  # as far as they sampled the same
+        (sampled(-1.0, [4, 6]), sampled(-1.0, [5, 6]), False),
+        (sampled(-1.0), sampled(float("nan")), False),
+    ],
+)
+def test_successors_repeat_the_canary(mine: CanaryRun, theirs: CanaryRun, passes: bool) -> None:
+    with nullcontext() if passes else pytest.raises(CanaryError):
+        check_successor(mine, theirs, "float32")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 
 
@@ -12,3 +14,12 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 120.0)
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
         time.sleep(0.1)
+
+
+def answers(uri: str) -> bool:
+    """Whether an MLflow server does."""
+    try:
+        with urllib.request.urlopen(f"{uri}/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False

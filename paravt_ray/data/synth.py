@@ -1,8 +1,9 @@
 """`paravt data synth`: a synthetic long-video task, small enough to learn on two cores.
 
 Written into one folder: the clips, questions for reinforcement learning (`train.parquet`, `valid.parquet`), and
-conversations for the supervised cold start (`sft_drills.parquet`, `sft_prior.parquet`, `sft_train.parquet`,
-`sft_valid.parquet`). Training and held-out rows are about different clips. All follows from the seed.
+conversations for the supervised cold start (`sft_reading.parquet`, `sft_looking.parquet`, `sft_prior.parquet`,
+`sft_weak_prior.parquet`, `sft_train.parquet`, `sft_valid.parquet`). Training and held-out rows are about different
+clips. All follows from the seed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from paravt_ray.data.synth_drills import drill_trace
 from paravt_ray.data.synth_looking import looking_trace
 from paravt_ray.data.synth_questions import KINDS, Question, draw_question, overview_times, seen_at
+from paravt_ray.data.synth_reading import reading_trace
 from paravt_ray.data.synth_traces import Message, Style, main_trace, subagent_trace
 from paravt_ray.data.synth_video import Clip, plan_clip, write_clip
 from paravt_ray.errors import InputError
@@ -31,10 +32,12 @@ FRAME_BUDGETS = (4, 8, 16, 32, 64)
 BUDGET_ODDS = (0.30, 0.22, 0.20, 0.16, 0.12)
 """Shares of the overview budgets in the conversations: small ones are cheap, and the hard case."""
 SUBAGENT_SHARE = 0.35
-DRILL_SHARE = 0.35
-"""Of the prior's conversations: exercises like those of `sft_drills`."""
-LOOKING_SHARE = 0.5
-"""Of the exercises: those with frames; the others are text alone."""
+READING_SHARE = 0.3
+"""Of the exercises in looking: those in reading, which are not to be forgotten."""
+EXERCISE_SHARE = 0.35
+"""Of the prior's conversations: exercises like those of `sft_looking`."""
+WEAK_CALLING = 0.05
+"""Odds of a call in the weak tool prior's conversations, as a share of those in the strong one's."""
 MOST_CLIPS = 1000
 """Clips are named by three digits."""
 
@@ -46,7 +49,8 @@ class SynthSizes:
     train_clips: int = 64
     valid_clips: int = 24
     questions_per_clip: int = 8
-    drill_conversations: int = 2000
+    reading_conversations: int = 1000
+    looking_conversations: int = 1000
     prior_conversations: int = 4000
     sft_conversations: int = 2000
     valid_conversations: int = 200
@@ -92,8 +96,10 @@ def synthesize(out_dir: Path, seed: int = 0, sizes: SynthSizes | None = None) ->
         "valid": held_out_questions(seed, sizes),
     }
     conversations = {
-        "sft_drills": draw_drills(train, sizes.drill_conversations, seed=[seed, 6]),
+        "sft_reading": draw_reading(sizes.reading_conversations, seed=[seed, 6]),
+        "sft_looking": draw_looking(train, sizes.looking_conversations, seed=[seed, 7]),
         "sft_prior": draw_conversations(train, "code", sizes.prior_conversations, seed=[seed, 3]),
+        "sft_weak_prior": draw_conversations(train, "code", sizes.prior_conversations, [seed, 3], WEAK_CALLING),
         "sft_train": draw_conversations(train, "json", sizes.sft_conversations, seed=[seed, 4]),
         "sft_valid": draw_conversations(valid, "json", sizes.valid_conversations, seed=[seed, 5]),
     }
@@ -124,31 +130,42 @@ def draw_questions(clips: Sequence[Clip], per_clip: int, seed: Sequence[int]) ->
     return [draw_question(clip, KINDS[i % len(KINDS)], rng) for clip in clips for i in range(per_clip)]
 
 
-def draw_drills(clips: Sequence[Clip], count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
-    """Exercises in reading and in looking, in turn at random."""
+def draw_reading(count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
+    """Exercises in reading."""
     rng = np.random.default_rng(list(seed))
-    return (_drill(clips, rng) for _ in range(count))
+    return (reading_trace(rng) for _ in range(count))
 
 
-def _drill(clips: Sequence[Clip], rng: np.random.Generator) -> list[Message]:
-    if rng.random() < LOOKING_SHARE:
-        return looking_trace(clips[int(rng.integers(len(clips)))], rng)
-    return drill_trace(rng)
+def draw_looking(clips: Sequence[Clip], count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
+    """Exercises in looking, and some in reading."""
+    rng = np.random.default_rng(list(seed))
+    return (_exercise(clips, rng) for _ in range(count))
 
 
-def draw_conversations(clips: Sequence[Clip], style: Style, count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
-    """Conversations of main agents and sub-agents about random clips; in the `code` style also drills."""
+def _exercise(clips: Sequence[Clip], rng: np.random.Generator) -> list[Message]:
+    if rng.random() < READING_SHARE:
+        return reading_trace(rng)
+    return looking_trace(clips[int(rng.integers(len(clips)))], rng)
+
+
+def draw_conversations(
+    clips: Sequence[Clip], style: Style, count: int, seed: Sequence[int], calling: float = 1.0
+) -> Iterator[list[Message]]:
+    """Conversations of main agents and sub-agents about random clips; in the `code` style also exercises.
+
+    `calling` multiplies the odds of a call.
+    """
     rng = np.random.default_rng(list(seed))
     for _ in range(count):
         clip = clips[int(rng.integers(len(clips)))]
-        if style == "code" and rng.random() < DRILL_SHARE:
-            yield _drill(clips, rng)
+        if style == "code" and rng.random() < EXERCISE_SHARE:
+            yield _exercise(clips, rng)
             continue
         question = draw_question(clip, KINDS[int(rng.integers(len(KINDS)))], rng)
         if rng.random() < SUBAGENT_SHARE:
             yield subagent_trace(question, question.windows[int(rng.integers(len(question.windows)))])
         else:
-            yield main_trace(question, int(rng.choice(FRAME_BUDGETS, p=BUDGET_ODDS)), style, rng)
+            yield main_trace(question, int(rng.choice(FRAME_BUDGETS, p=BUDGET_ODDS)), style, rng, calling)
 
 
 def visible_shares(questions: Sequence[Question]) -> dict[int, float]:

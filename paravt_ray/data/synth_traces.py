@@ -105,9 +105,14 @@ def crop_seconds(window: Window, max_frames: int = 16) -> list[float]:
     return [float(window[0] + int((i + 0.5) * length / count)) for i in range(count)]
 
 
-def main_trace(question: Question, frames: int, style: Style, rng: np.random.Generator) -> list[Message]:
-    """The main agent's whole conversation about one question, with one or two rounds of calls or none."""
-    return _Writer(question, frames, style, rng).write()
+def main_trace(
+    question: Question, frames: int, style: Style, rng: np.random.Generator, calling: float = 1.0
+) -> list[Message]:
+    """The main agent's whole conversation about one question, with one or two rounds of calls or none.
+
+    `calling` multiplies the odds of a call.
+    """
+    return _Writer(question, frames, style, rng, calling).write()
 
 
 @dataclass
@@ -118,6 +123,7 @@ class _Writer:
     frames: int
     style: Style
     rng: np.random.Generator
+    calling: float
     known: dict[Window, str] = field(default_factory=dict)
     """What was found out of each window so far: a colour or `NOTHING`."""
 
@@ -127,7 +133,8 @@ class _Writer:
         events = [event for window in question.windows if (event := question.clip.event_in(window))]
         self.known = {event.window: event.colour for event in events if seen_at(event, times) is not None}
         thought = self._lines("not seen")
-        looks = self.rng.random() < (NEEDLESS_CALL_ODDS if self._found() else CALL_ODDS[question.kind])
+        odds = NEEDLESS_CALL_ODDS if self._found() else CALL_ODDS[question.kind]
+        looks = self.rng.random() < self.calling * odds
         messages = main_prompt(question, self.frames)
         if not looks:
             return [*messages, self._answer(thought)]

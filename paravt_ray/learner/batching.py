@@ -168,7 +168,7 @@ class Collator:
             sequence=_tensor(np.repeat(np.arange(len(lengths)), lengths)[where]),
             advantages=_gather(where, [row.advantages for row in chosen]),
             behaviour_logprobs=_gather(where, [row.behaviour_logprobs for row in chosen]),
-            reference_logprobs=_gather(where, known) if len(known) == len(chosen) else None,
+            reference_logprobs=_gather(where, known) if known and len(known) == len(chosen) else None,
             rows=tuple(indices),
         )
 

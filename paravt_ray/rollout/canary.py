@@ -107,3 +107,34 @@ def check_canary(
             )
         largest = max(largest, gap)
     return largest
+
+
+def check_successor(run: CanaryRun, agreed: CanaryRun, dtype: str) -> None:
+    """Compare the canary of a generator that has caught up with one of the same weights on which the learner agreed.
+
+    Both had the same prompt and seed. Where rounding made them sample different tokens, what comes before counts; where
+    that is nothing, in bfloat16, the next push will tell.
+
+    Raises:
+        CanaryError: their log-probs on the tokens that both sampled differ.
+    """
+    gaps = []
+    for mine, theirs in zip(_sampled(run), _sampled(agreed), strict=False):
+        if mine[0] != theirs[0]:
+            break
+        gaps.append(abs(mine[1] - theirs[1]))
+    gap = float(np.max(gaps)) if gaps else np.inf
+    if not gaps and dtype != "float32":
+        return
+    if not gap <= TOLERANCES[dtype]:
+        raise CanaryError(
+            f"It was given version {run.version} of the weights and does not hold them: its log-probs on the canary "
+            f"differ from those of the generators before it by {gap:.2g}, more than {TOLERANCES[dtype]:g}."
+        )
+
+
+def _sampled(run: CanaryRun) -> list[tuple[int, float]]:
+    """Its sampled tokens with their log-probs."""
+    trajectory = run.trajectory
+    rows = zip(trajectory.token_ids, trajectory.logprobs, trajectory.generated, strict=True)
+    return [(token, logprob) for token, logprob, generated in rows if generated]

@@ -127,6 +127,8 @@ class GeneratorFleet:
         self._delivered_at = time.monotonic()
         self.push: Push | None = None
         """The weights that generators serve with; None for those of the checkpoint."""
+        self.agreed: CanaryRun | None = None
+        """A canary of these weights to which the learner has agreed: generators that are restarted must repeat it."""
 
     def __enter__(self) -> GeneratorFleet:
         """Start all generators; `wait_started` and every call that needs them waits until they are ready."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from paravt_ray.config import Config
 from paravt_ray.episode import Group
-from paravt_ray.rollout.canary import CanaryRun
+from paravt_ray.rollout.canary import CanaryRun, check_successor
 from paravt_ray.rollout.generator import GeneratorInfo
 from paravt_ray.rollout.handle import GeneratorDiedError, GeneratorHandle
 from paravt_ray.rollout.health import Health
@@ -54,6 +54,8 @@ class Desk(Protocol):
 
     push: Push | None
     """The current weights; None for those of the checkpoint."""
+    agreed: CanaryRun | None
+    """What a generator with the weights of its version made of the canary, and the learner agreed to."""
 
     def finished(self, job: Job, group: Group) -> None:
         """A group is done."""
@@ -130,6 +132,8 @@ class Member:
             WeightError: it could not load them.
         """
         self._pushed.set()
+        if not self.health.loadable:  # it starts or catches up, with the desk's weights of then; nobody waits for that
+            return False
         async with self._loading:
             handle = self._handle
             if handle is None or not self.health.loadable:
@@ -208,6 +212,10 @@ class Member:
     async def _load(self, handle: GeneratorHandle, push: Push) -> None:
         async with asyncio.timeout(self._config.rollout.push_timeout_s + GRACE_S):
             version = await handle.update_weights(push)
+        agreed = self._desk.agreed
+        if agreed is not None and agreed.version == version:  # it has come late: nobody else asks it before it serves
+            async with asyncio.timeout(self._config.rollout.turn_timeout_s + GRACE_S):
+                check_successor(await handle.canary(), agreed, self._config.model.dtype)
         self._loaded = push
         current = self._desk.push
         self.health.loaded(version, current.version if current else version)

@@ -19,16 +19,16 @@ LATEST = 600
 """Seconds."""
 
 
-def drill_trace(rng: np.random.Generator) -> list[Message]:
+def reading_trace(rng: np.random.Generator) -> list[Message]:
     """One exercise as a conversation."""
-    request, reply = draw_drill(rng)
+    request, reply = draw_exercise(rng)
     return [text_message("user", request), text_message("assistant", reply)]
 
 
-def draw_drill(rng: np.random.Generator) -> tuple[str, str]:
+def draw_exercise(rng: np.random.Generator) -> tuple[str, str]:
     """A request and its reply."""
-    drills: tuple[Callable[[np.random.Generator], tuple[str, str]], ...] = (_repeat, _find, _find, _conclude)
-    return drills[int(rng.integers(len(drills)))](rng)
+    exercises: tuple[Callable[[np.random.Generator], tuple[str, str]], ...] = (_repeat, _find, _find, _conclude)
+    return exercises[int(rng.integers(len(exercises)))](rng)
 
 
 def draw_windows(rng: np.random.Generator, count: int) -> list[Window]:
