@@ -93,7 +93,7 @@ def test_two_ranks_learn_what_one_learns(
 def test_a_rank_without_rows_asks_the_sharded_reference_with_the_others(
     cluster: None, path: Path, rows: list[TrainRow]
 ) -> None:
-    """The reference's layers are gathered from all ranks: one that skipped its forward pass would leave them waiting."""
+    """The reference's layers are gathered from all ranks: without its forward pass the others wait for ever."""
     config = make_config(zero_stage=3, ranks=2, micro_batch_tokens=700)
     config.algorithm.kl_coefficient, config.algorithm.kl_placement = 0.05, "loss"
     with LearnerGroup(config, path) as group:
