@@ -21,10 +21,10 @@ from paravt_ray.tiny_model import write_blank_model
 
 SIZES = SynthSizes(
     train_clips=300,
-    reading_conversations=24000,
-    looking_conversations=11200,
-    prior_conversations=9000,
-    sft_conversations=2400,
+    reading_conversations=17600,
+    looking_conversations=14400,
+    prior_conversations=7800,
+    sft_conversations=2000,
 )
 STAGES: dict[str, tuple[str, ...]] = {"reading": (), "looking": (), "prior": (), "sft": ()}
 """What is trained, one after the other: `configs/tiny_STAGE.yaml` and what differs from it."""

@@ -25,14 +25,14 @@ VOCABULARY = 1536
 """Most entries that the tokenizer may have; few texts give fewer."""
 PIECES = (
     r"\p{N} to \p{N}+ s|\p{N}\.\p{N} seconds>|\p{N}{1,2}(?=\p{N}(?!\p{N}))|\p{N}"
-    r"| ?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"|\[| ?\p{L}+| ?[^\s\p{L}\p{N}\[]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How text is split before pairs are merged: what a large model's early layers put together comes in one piece.
 
 A number's last digit stands apart from those before it, and takes along what follows it in a window or in the time of a
 frame: `13` + `0 to 140 s`, `<` + `13` + `2.5 seconds>`. To read the report of a window, or to find the frames in it, is
 then a single lookup of the same piece. Letters take no punctuation along, so that the `B` of an answer is the `B` of
-its option."""
+its option, and a bracket stands alone, so that an answer begins alike whatever form it has."""
 FRAME_SIDE = 32
 CONTEXT_LENGTH = 4096
 

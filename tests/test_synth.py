@@ -239,7 +239,7 @@ def test_exercises_in_looking_agree_with_the_plan() -> None:
         for request, line in zip(asked, reply, strict=True):
             head, found = line.split(": ")
             assert request == head
-            a, b = (int(t) for t in head.split(". ")[1].removesuffix(" s").split(" to "))
+            a, b = (int(t) for t in head.removesuffix(" s").split(" to "))
             inside = [time for time in times if a <= time < b]
             shown = [event.colour for event in clip.events if any(event.start <= t < event.end for t in inside)]
             assert [found] == (shown or ["not seen"])

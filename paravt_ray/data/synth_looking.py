@@ -16,8 +16,8 @@ OVERVIEWS = (16, 32)
 """Frames of the whole clip, as the main agent sees it."""
 STRETCHES = (0, 10, 20, 40, 80)
 """Or seconds around one event's window, as a sub-agent sees its crop or more closely than any overview."""
-LETTERS = "ABCDEFGH"
-"""One for each window of an exercise; twice as many as a question has."""
+MOST_WINDOWS = 16
+"""Of one exercise: four times as many as a question has, for the price of the same frames."""
 
 
 def looking_trace(clip: Clip, rng: np.random.Generator) -> list[Message]:
@@ -30,9 +30,8 @@ def looking_trace(clip: Clip, rng: np.random.Generator) -> list[Message]:
         stretch = _around(clip, event.window, int(rng.choice(STRETCHES)), rng)
         fragment, times = f"t={stretch[0]},{stretch[1]}", crop_seconds(stretch)
     windows = _windows(clip, stretch, rng)
-    heads = [f"{letter}. {span(window)}" for letter, window in zip(LETTERS, windows, strict=False)]
-    request = text_part("".join(f"\n{head}" for head in heads))
-    reply = "\n".join(f"{head}: {_shown(clip, window, times)}" for head, window in zip(heads, windows, strict=True))
+    request = text_part("".join(f"\n{span(window)}" for window in windows))
+    reply = "\n".join(f"{span(window)}: {_shown(clip, window, times)}" for window in windows)
     return [
         {"role": "user", "content": [video_part(clip, fragment), request]},
         text_message("assistant", reply),
@@ -45,7 +44,7 @@ def _windows(clip: Clip, stretch: Window, rng: np.random.Generator) -> list[Wind
     shown = [cell for cell in cells if clip.event_in(cell)]
     others = [cell for cell in cells if cell not in shown]
     windows = shown + [others[int(i)] for i in rng.permutation(len(others))[: len(shown)]]
-    return sorted(windows[int(i)] for i in rng.permutation(len(windows))[: len(LETTERS)])
+    return sorted(windows[int(i)] for i in rng.permutation(len(windows))[:MOST_WINDOWS])
 
 
 def _around(clip: Clip, window: Window, room: int, rng: np.random.Generator) -> Window:
