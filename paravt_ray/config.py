@@ -1,6 +1,7 @@
 """The typed configuration: every key, its meaning and its default. Unknown keys and bad values are refused by name.
 
 A run is described by one YAML file and `key=value` overrides: `load_config("configs/debug.yaml", ["trainer.seed=2"])`.
+A file may name another one that it is based on, and holds then only what differs: `base: paragrpo_8b.yaml`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from paravt_ray.errors import InputError
 
 TINY_MODEL = "tiny"
 MODEL_TYPE = "qwen3_vl"
+BASE = "base"
+"""The one line of a file that is no section: which file it is based on, as a path from its own folder."""
 
 
 class ConfigError(InputError):
@@ -448,25 +451,18 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, apply `key=value` overrides, check every key and value.
+    """Read a YAML file and what it is based on, apply `key=value` overrides, check every key and value.
 
     Raises:
         ConfigError: the file is missing or no YAML, a key is unknown, a value has the wrong type or range.
     """
     file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"There is no configuration file {file}.")
-    try:
-        loaded = OmegaConf.load(file)
-    except Exception as error:  # OmegaConf passes on whatever its YAML reader raises
-        raise ConfigError(f"{file} is not readable as YAML: {error}") from error
-    if not OmegaConf.is_dict(loaded):
-        raise ConfigError(f"{file} must hold sections with keys, such as `trainer:` with `steps: 20`.")
+    files = _read_files(file)
     changes = [_read_override(override) for override in overrides or []]
-    for layer in (loaded, *changes):
+    for layer in (*files, *changes):
         _check_sections(layer)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), loaded, *changes)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), *files, *changes)
         config = cast(Config, OmegaConf.to_object(merged))
     except ConfigKeyError as error:
         raise ConfigError(_unknown_key_message(str(error.full_key or error.key or ""))) from error
@@ -476,6 +472,28 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
     check_config(config)
     return config
+
+
+def _read_files(file: Path, above: tuple[Path, ...] = ()) -> list[Any]:
+    """The trees of the file and of those it is based on, which come first; `above` are the files that led to it."""
+    said = f"{above[-1]} is based on {file}" if above else ""
+    if file.resolve() in [other.resolve() for other in above]:
+        raise ConfigError(f"{said}, which is based on itself: end the circle.")
+    if not file.is_file():
+        raise ConfigError(f"{said}, which does not exist." if above else f"There is no configuration file {file}.")
+    try:
+        loaded = OmegaConf.load(file)
+    except Exception as error:  # OmegaConf passes on whatever its YAML reader raises
+        raise ConfigError(f"{file} is not readable as YAML: {error}") from error
+    if not OmegaConf.is_dict(loaded):
+        raise ConfigError(f"{file} must hold sections with keys, such as `trainer:` with `steps: 20`.")
+    settings = OmegaConf.to_container(loaded, resolve=False)
+    if BASE not in settings:
+        return [loaded]
+    base = settings.pop(BASE)
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"`{BASE}` in {file} must name the file that it is based on, as a path from its own folder.")
+    return [*_read_files(file.parent / base, (*above, file)), OmegaConf.create(settings)]
 
 
 def _read_override(override: str) -> Any:
