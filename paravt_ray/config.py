@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from paravt_ray.errors import InputError
+from paravt_ray.tools.offered import ToolNameError, load_tools
 
 TINY_MODEL = "tiny"
 MODEL_TYPE = "qwen3_vl"
@@ -120,8 +121,11 @@ class RolloutConfig:
 
 @dataclass
 class ToolsConfig:
-    """The video-crop service."""
+    """What the model can call, and the video-crop service that serves it."""
 
+    offered: list[str] = field(default_factory=lambda: ["crop_video"])
+    """Tools by name: those that are shipped (`crop_video`), others as `package.module:OBJECT`, which is imported on
+    every machine. To offer none, set `rollout.max_tool_turns=0`."""
     workers: int = 4
     crop_fps: float = 1.0
     """Frames per second of a crop."""
@@ -542,6 +546,7 @@ def check_config(config: Config) -> None:
             f"rollout.min_group_size is {config.rollout.min_group_size}, more than rollout.group_size "
             f"({config.rollout.group_size}): no group could ever be complete."
         )
+    _check_tools(config.tools)
     _check_judge(config.reward)
     if config.algorithm.kl_placement == "loss" and config.algorithm.kl_estimator == "k1":
         raise ConfigError(
@@ -555,6 +560,16 @@ def check_config(config: Config) -> None:
         )
     if config.learner.zero_stage == 0 and config.learner.offload_optimizer:
         raise ConfigError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3.")
+
+
+def _check_tools(tools: ToolsConfig) -> None:
+    """Refuse what is no tool, and an empty list."""
+    try:
+        load_tools(tools.offered)
+    except ToolNameError as error:
+        raise ConfigError(f"tools.offered: {error}") from error
+    if not tools.offered:
+        raise ConfigError("tools.offered is empty: to offer no tool, set rollout.max_tool_turns=0.")
 
 
 def _check_judge(reward: RewardConfig) -> None:
