@@ -19,31 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paravt_ray.episode import Frame
+from paravt_ray.tools.offered import DEFAULT, Tools
 
-TOOL_NAME = "crop_video"
-TOOL_SCHEMA: dict[str, Any] = {
-    "name": TOOL_NAME,
-    "description": "Look closely at a part of the video.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "video_path": {"type": "string"},
-            "start_time": {"type": "number", "description": "seconds"},
-            "end_time": {"type": "number", "description": "seconds"},
-        },
-        "required": ["video_path", "start_time", "end_time"],
-    },
-}
-
-MAIN_SYSTEM = (
-    "You answer questions about a video. You see some of its frames, each after its time. "
-    "Think inside <think></think>. Where the frames do not show enough, call the tool; several calls in one turn "
-    "are served at the same time. Otherwise give the answer inside <answer></answer>.\n"
-    f"<tools>\n{json.dumps(TOOL_SCHEMA)}\n</tools>\n"
-    "A call looks like this:\n"
-    '<tool_call>\n{"name": "crop_video", "arguments": '
-    '{"video_path": "x.mp4", "start_time": 30, "end_time": 45}}\n</tool_call>'
-)
 NO_TOOLS_SYSTEM = (
     "You answer questions about a video. You see some of its frames, each after its time. "
     "Think inside <think></think>. Then give the answer inside <answer></answer>."
@@ -96,6 +73,25 @@ class Rendered:
     frames: list[Frame] = field(default_factory=list)
 
 
+def main_system(tools: Tools) -> str:
+    """The main agent's system prompt: what it can call, and how each call is written."""
+    if not tools:
+        return NO_TOOLS_SYSTEM
+    schemas = "\n".join(json.dumps(tool.schema) for tool in tools.values())
+    calls = (json.dumps({"name": tool.name, "arguments": tool.example}) for tool in tools.values())
+    examples = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+    return (
+        "You answer questions about a video. You see some of its frames, each after its time. "
+        f"Think inside <think></think>. Where the frames do not show enough, call {'the' if len(tools) == 1 else 'a'} "
+        "tool; several calls in one turn are served at the same time. Otherwise give the answer inside "
+        f"<answer></answer>.\n<tools>\n{schemas}\n</tools>\nA call looks like this:\n{examples}"
+    )
+
+
+MAIN_SYSTEM = main_system(DEFAULT)
+"""The main agent's with `crop_video` alone: the prompt of the cold start."""
+
+
 def question_text(question: str, videos: Sequence[str]) -> str:
     """The question with the line that names its videos, as in the released data; left alone where it is there."""
     line = f"The video path for this video is: {', '.join(Path(video).name for video in videos)}"
@@ -109,10 +105,9 @@ def timed(frames: Sequence[Frame]) -> Iterable[Part]:
         yield frame
 
 
-def main_messages(question: str, frames: Sequence[Frame], tools: bool = True) -> list[Message]:
-    """The main agent's prompt: overview frames with their times, then the question; the tool is offered or not."""
-    system = MAIN_SYSTEM if tools else NO_TOOLS_SYSTEM
-    return [Message("system", assistant_parts(system)), Message("user", (*timed(frames), f"\n{question}"))]
+def main_messages(question: str, frames: Sequence[Frame], tools: Tools = DEFAULT) -> list[Message]:
+    """The main agent's prompt: the tools that there are, overview frames with their times, then the question."""
+    return [Message("system", assistant_parts(main_system(tools))), Message("user", (*timed(frames), f"\n{question}"))]
 
 
 def answer_prefix(think_prefix: bool) -> str:
@@ -120,25 +115,30 @@ def answer_prefix(think_prefix: bool) -> str:
     return f"</think>\n{ANSWER_TAG}" if think_prefix else ANSWER_TAG
 
 
-def subagent_question(question: str, window: tuple[float, float]) -> str:
+# In the next four, `part` is what the tool says of the frames beside their window (`Tool.describe`).
+
+
+def subagent_question(question: str, window: tuple[float, float], part: str = "") -> str:
     """The text of a sub-agent's prompt that follows the crop's frames."""
-    return f"\nQuestion: {question}\nWhat is shown from {window[0]:g} to {window[1]:g} s?"
+    return f"\nQuestion: {question}\nWhat is shown from {window[0]:g} to {window[1]:g} s{part}?"
 
 
-def subagent_messages(question: str, window: tuple[float, float], frames: Sequence[Frame]) -> list[Message]:
+def subagent_messages(
+    question: str, window: tuple[float, float], frames: Sequence[Frame], part: str = ""
+) -> list[Message]:
     """The sub-agent's prompt: the crop's frames with their true times, the question, the window in seconds."""
-    user = Message("user", (*timed(frames), subagent_question(question, window)))
+    user = Message("user", (*timed(frames), subagent_question(question, window, part)))
     return [Message("system", (SUBAGENT_SYSTEM,)), user]
 
 
-def summary_reply(window: tuple[float, float], summary: str, note: str = "") -> str:
+def summary_reply(window: tuple[float, float], summary: str, note: str = "", part: str = "") -> str:
     """A served call's reply: the window in seconds, the sub-agent's summary, the tool's note if it has one."""
-    return f"{window[0]:g} to {window[1]:g} s: {summary}" + (f" ({note})" if note else "")
+    return f"{window[0]:g} to {window[1]:g} s{part}: {summary}" + (f" ({note})" if note else "")
 
 
-def frames_reply(window: tuple[float, float], note: str = "") -> str:
+def frames_reply(window: tuple[float, float], note: str = "", part: str = "") -> str:
     """A served call's reply where the crop's frames follow: the window in seconds, the tool's note if it has one."""
-    return f"{window[0]:g} to {window[1]:g} s:" + (f" ({note})" if note else "") + "\n"
+    return f"{window[0]:g} to {window[1]:g} s{part}:" + (f" ({note})" if note else "") + "\n"
 
 
 def error_reply(message: str) -> str:

@@ -1,6 +1,7 @@
 """The typed configuration: every key, its meaning and its default. Unknown keys and bad values are refused by name.
 
 A run is described by one YAML file and `key=value` overrides: `load_config("configs/debug.yaml", ["trainer.seed=2"])`.
+A file may name another one that it is based on, and holds then only what differs: `base: paragrpo_8b.yaml`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from paravt_ray.errors import InputError
+from paravt_ray.tools.offered import ToolNameError, load_tools
 
 SHIPPED_MODELS = ("tiny", "tiny_weak")
 MODEL_TYPE = "qwen3_vl"
+BASE = "base"
+"""The one line of a file that is no section: which file it is based on, as a path from its own folder."""
 
 
 class ConfigError(InputError):
@@ -118,8 +122,11 @@ class RolloutConfig:
 
 @dataclass
 class ToolsConfig:
-    """The video-crop service."""
+    """What the model can call, and the video-crop service that serves it."""
 
+    offered: list[str] = field(default_factory=lambda: ["crop_video"])
+    """Tools by name: those that are shipped (`crop_video`), others as `package.module:OBJECT`, which is imported on
+    every machine. To offer none, set `rollout.max_tool_turns=0`."""
     workers: int = 4
     crop_fps: float = 1.0
     """Frames per second of a crop."""
@@ -449,25 +456,18 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, apply `key=value` overrides, check every key and value.
+    """Read a YAML file and what it is based on, apply `key=value` overrides, check every key and value.
 
     Raises:
         ConfigError: the file is missing or no YAML, a key is unknown, a value has the wrong type or range.
     """
     file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"There is no configuration file {file}.")
-    try:
-        loaded = OmegaConf.load(file)
-    except Exception as error:  # OmegaConf passes on whatever its YAML reader raises
-        raise ConfigError(f"{file} is not readable as YAML: {error}") from error
-    if not OmegaConf.is_dict(loaded):
-        raise ConfigError(f"{file} must hold sections with keys, such as `trainer:` with `steps: 20`.")
+    files = _read_files(file)
     changes = [_read_override(override) for override in overrides or []]
-    for layer in (loaded, *changes):
+    for layer in (*files, *changes):
         _check_sections(layer)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), loaded, *changes)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), *files, *changes)
         config = cast(Config, OmegaConf.to_object(merged))
     except ConfigKeyError as error:
         raise ConfigError(_unknown_key_message(str(error.full_key or error.key or ""))) from error
@@ -477,6 +477,28 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
     check_config(config)
     return config
+
+
+def _read_files(file: Path, above: tuple[Path, ...] = ()) -> list[Any]:
+    """The trees of the file and of those it is based on, which come first; `above` are the files that led to it."""
+    said = f"{above[-1]} is based on {file}" if above else ""
+    if file.resolve() in [other.resolve() for other in above]:
+        raise ConfigError(f"{said}, which is based on itself: end the circle.")
+    if not file.is_file():
+        raise ConfigError(f"{said}, which does not exist." if above else f"There is no configuration file {file}.")
+    try:
+        loaded = OmegaConf.load(file)
+    except Exception as error:  # OmegaConf passes on whatever its YAML reader raises
+        raise ConfigError(f"{file} is not readable as YAML: {error}") from error
+    if not OmegaConf.is_dict(loaded):
+        raise ConfigError(f"{file} must hold sections with keys, such as `trainer:` with `steps: 20`.")
+    settings = OmegaConf.to_container(loaded, resolve=False)
+    if BASE not in settings:
+        return [loaded]
+    base = settings.pop(BASE)
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f"`{BASE}` in {file} must name the file that it is based on, as a path from its own folder.")
+    return [*_read_files(file.parent / base, (*above, file)), OmegaConf.create(settings)]
 
 
 def _read_override(override: str) -> Any:
@@ -525,6 +547,7 @@ def check_config(config: Config) -> None:
             f"rollout.min_group_size is {config.rollout.min_group_size}, more than rollout.group_size "
             f"({config.rollout.group_size}): no group could ever be complete."
         )
+    _check_tools(config.tools)
     _check_judge(config.reward)
     if config.algorithm.kl_placement == "loss" and config.algorithm.kl_estimator == "k1":
         raise ConfigError(
@@ -538,6 +561,16 @@ def check_config(config: Config) -> None:
         )
     if config.learner.zero_stage == 0 and config.learner.offload_optimizer:
         raise ConfigError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3.")
+
+
+def _check_tools(tools: ToolsConfig) -> None:
+    """Refuse what is no tool, and an empty list."""
+    try:
+        load_tools(tools.offered)
+    except ToolNameError as error:
+        raise ConfigError(f"tools.offered: {error}") from error
+    if not tools.offered:
+        raise ConfigError("tools.offered is empty: to offer no tool, set rollout.max_tool_turns=0.")
 
 
 def _check_judge(reward: RewardConfig) -> None:

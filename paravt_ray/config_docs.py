@@ -21,6 +21,9 @@ A run is described by one YAML file with the sections below, and by `key=value` 
 file: `paravt train configs/debug.yaml trainer.steps=5 rollout.temperature=0.7`. A key that does not exist is refused
 with the nearest one that does, a value of the wrong type or outside its bounds with the bounds. Every run directory
 holds its resolved configuration as `config.yaml`. `key=` (with nothing behind it) sets an empty text.
+
+A file with the line `base: OTHER.yaml` (a path from its own folder) is based on that one and holds only what differs;
+lists are replaced whole. The files in [`configs/ablations/`](../configs/ablations) are made so.
 """
 
 

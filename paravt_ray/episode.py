@@ -7,6 +7,7 @@ Units: times are seconds of the source video; token ids are the engine's own and
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -52,6 +53,8 @@ class ToolCall:
     style: Literal["json", "code"] = "json"
     closed: bool = True
     """Whether the call's closing tag was there."""
+    detail: Hashable = None
+    """What the tool read beside window and video; None for `crop_video`."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class CallStatus(StrEnum):
     """What became of a call."""
 
     SERVED = "served"
-    DUPLICATE = "duplicate"  # the same video and window as an earlier call of the episode: answered from it
+    DUPLICATE = "duplicate"  # asks for the same as an earlier call of the episode: answered from it
     INVALID = "invalid"  # could not be parsed, unknown tool, bad arguments
     OVER_CAP = "over_cap"  # more calls than a turn or an episode may make
     FAILED = "failed"  # the tool or the sub-agent answered with an error or not in time
@@ -107,7 +110,8 @@ class Frame:
     __slots__ = ("key", "pixels", "time_s")
 
     def __init__(self, pixels: NDArray[np.uint8], time_s: float, key: str) -> None:
-        """`pixels` uint8 [H, W, 3] RGB, `time_s` seconds, `key` unique for (video, presentation time, size)."""
+        """`pixels` uint8 [H, W, 3] RGB, `time_s` seconds, `key` unique for (video, presentation time, size,
+        what a tool made of it)."""
         self.pixels = pixels
         self.time_s = time_s
         self.key = key

@@ -9,6 +9,8 @@ What counts as a call:
   ends at the first complete call or the first closed, non-empty answer.
 - An object is complete when its last bracket is there, with or without the closing tag; a cut-off one is an error.
 - The turn ends at the first end-of-turn marker.
+
+Which tools there are, and how their arguments are read, is not decided here (`tools/`).
 """
 
 from __future__ import annotations
@@ -23,10 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paravt_ray.episode import ToolCall, Turn
-from paravt_ray.timestamps import to_seconds
-
-CROP_TOOL = "crop_video"
-"""The only tool there is."""
+from paravt_ray.tools.offered import DEFAULT, Tools
+from paravt_ray.tools.tool import BadCallError, Tool
 
 STRUCTURAL_TAGS = ("</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
 """The tags that the policy itself must write; `<think>` is forced by the prompt."""
@@ -46,19 +46,16 @@ _MAX_LITERAL_DEPTH = 16
 _MAX_LITERAL_CHARS = 20_000
 
 
-class _BadCallError(ValueError):
-    """One attempt that cannot be run; the message is the sentence that the model is shown."""
-
-
-def parse_turn(text: str, think_prefilled: bool = False) -> Turn:
+def parse_turn(text: str, think_prefilled: bool = False, tools: Tools = DEFAULT) -> Turn:
     """Read one assistant turn; any text gives a Turn, in time about linear in its length.
 
     Args:
         text: what the policy generated, special tokens as text or stripped.
         think_prefilled: the text begins inside a think block whose opener was forced by the prompt.
+        tools: those that can be called.
     """
     end = _END_OF_TURN.search(text)
-    return _TurnReader(text[: end.start()] if end else text, think_prefilled).read(text)
+    return _TurnReader(text[: end.start()] if end else text, think_prefilled, tools).read(text)
 
 
 @dataclass
@@ -67,6 +64,7 @@ class _TurnReader:
 
     text: str
     prefilled: bool
+    tools: Tools
     thinks: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     answer: str | None = None
@@ -161,8 +159,8 @@ class _TurnReader:
             end += len(end_tag)
         if not attempts:
             kind = "JSON object" if style == "json" else "function call"
-            attempts = [(start, end, _BadCallError(f"The {tag} block holds no {kind}."))]
-        calls = [_to_call(self.text[a:b].strip(), outcome, style, closed) for a, b, outcome in attempts]
+            attempts = [(start, end, BadCallError(f"The {tag} block holds no {kind}."))]
+        calls = [self.call(self.text[a:b].strip(), outcome, style, closed) for a, b, outcome in attempts]
         return calls, end
 
     def json_attempts(self, begin: int) -> Iterator[tuple[int, int, Any]]:
@@ -175,7 +173,7 @@ class _TurnReader:
                 value, begin = _JSON.raw_decode(self.text, start)
                 limit, _ = self.next_tag(begin)
             except RecursionError:
-                value, begin = _BadCallError("The call is nested too deeply."), limit
+                value, begin = BadCallError("The call is nested too deeply."), limit
             except ValueError:
                 value, begin = _python_object(self.text, start, limit)
             yield start, begin, value
@@ -189,10 +187,30 @@ class _TurnReader:
             if end is None:
                 following = _CODE_START.search(self.text, match.end(), limit)
                 begin = following.start() if following else limit
-                yield start, begin, _BadCallError("The call is cut off.")
+                yield start, begin, BadCallError("The call is cut off.")
             else:
                 begin = end
-                yield start, begin, _code_call(self.text[start:end])
+                yield start, begin, _code_call(self.text[start:end], self.tools)
+
+    def call(self, raw: str, outcome: Any, style: Literal["json", "code"], closed: bool) -> ToolCall:
+        """The record of one attempt: `outcome` is the decoded object or the error that came instead."""
+        name: str | None = None
+        try:
+            if isinstance(outcome, BadCallError):
+                raise outcome
+            name = outcome["name"] if isinstance(outcome.get("name"), str) else None
+            if name is None:
+                raise BadCallError('The call has no "name".')
+            if name not in self.tools:
+                only = "the only tool is" if len(self.tools) == 1 else "the tools are"
+                raise BadCallError(f"There is no tool {name[:40]!r}; {only} {', '.join(self.tools)}.")
+            found = self.tools[name].read(_argument_object(outcome.get("arguments")))
+        except BadCallError as error:
+            return ToolCall(False, name, None, None, str(error), raw, style=style, closed=closed)
+        window = (found.start_time, found.end_time)
+        return ToolCall(
+            True, name, *window, None, raw, video=found.video, detail=found.detail, style=style, closed=closed
+        )
 
 
 def _balanced_end(text: str, start: int, limit: int) -> int | None:
@@ -219,28 +237,28 @@ def _python_object(text: str, start: int, limit: int) -> tuple[Any, int]:
     if end is None:
         following = _NEXT_OBJECT.search(text, start + 1, limit)
         end = following.start() if following else limit
-        return _BadCallError("The JSON object is cut off."), end
+        return BadCallError("The JSON object is cut off."), end
     try:
         value = ast.literal_eval(_python_tree(text[start:end]))
     except (ValueError, TypeError, RecursionError, MemoryError):
-        return _BadCallError("The call is not valid JSON."), end
-    return (value if _is_plain(value) else _BadCallError("The call may hold only plain JSON types.")), end
+        return BadCallError("The call is not valid JSON."), end
+    return (value if _is_plain(value) else BadCallError("The call may hold only plain JSON types.")), end
 
 
 def _python_tree(source: str) -> ast.Expression:
     """Syntax tree of one expression.
 
     Raises:
-        _BadCallError: it is none, or too large to be tried.
+        BadCallError: it is none, or too large to be tried.
     """
     if len(source) > _MAX_LITERAL_CHARS:
-        raise _BadCallError("The call is too long.")
+        raise BadCallError("The call is too long.")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python's opinion on the model's escape sequences is no news for us
             return ast.parse(source, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # MemoryError: its stack overflowed
-        raise _BadCallError("The call is not valid Python.") from error
+        raise BadCallError("The call is not valid Python.") from error
 
 
 def _is_plain(value: object) -> bool:
@@ -252,80 +270,51 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def _code_call(source: str) -> Any:
+def _code_call(source: str, tools: Tools) -> Any:
     """`{"name", "arguments"}` of a call expression, `print(...)` around it removed, or the error."""
     try:
         node: ast.expr = _python_tree(source).body
-    except _BadCallError as error:
+    except BadCallError as error:
         return error
     if _function_name(node) == "print" and isinstance(node, ast.Call) and len(node.args) == 1:
         node = node.args[0]
     name = _function_name(node)
     if name is None or not isinstance(node, ast.Call):
-        return _BadCallError("The block must hold function calls.")
-    return {"name": name, "arguments": _code_arguments(node)}
+        return BadCallError("The block must hold function calls.")
+    return {"name": name, "arguments": _code_arguments(node, tools[name]) if name in tools else {}}
 
 
 def _function_name(node: ast.expr) -> str | None:
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
 
 
-def _code_arguments(node: ast.Call) -> dict[str, Any] | _BadCallError:
+def _code_arguments(node: ast.Call, tool: Tool) -> dict[str, Any] | BadCallError:
     """The arguments of a call expression by name, or the error."""
-    positional = ("video_path", "start_time", "end_time")
-    if len(node.args) > len(positional) or any(keyword.arg is None for keyword in node.keywords):
-        return _BadCallError(f"{CROP_TOOL} takes the arguments {', '.join(positional)}.")
-    nodes = dict(zip(positional, node.args, strict=False)) | {str(k.arg): k.value for k in node.keywords}
+    names = tool.parameters
+    if len(node.args) > len(names) or any(keyword.arg is None for keyword in node.keywords):
+        return BadCallError(f"{tool.name} takes the arguments {', '.join(names)}.")
+    nodes = dict(zip(names, node.args, strict=False)) | {str(k.arg): k.value for k in node.keywords}
+    refused = BadCallError("The arguments must be plain values.")
     try:
-        return {key: ast.literal_eval(value) for key, value in nodes.items()}
+        values = {key: ast.literal_eval(value) for key, value in nodes.items()}
     except (ValueError, TypeError, RecursionError, MemoryError):
-        return _BadCallError("The arguments must be plain values.")
+        return refused
+    return values if _is_plain(values) else refused
 
 
-def _to_call(raw: str, outcome: Any, style: Literal["json", "code"], closed: bool) -> ToolCall:
-    """The record of one attempt: `outcome` is the decoded object or the error that came instead."""
-    name: str | None = None
-    try:
-        if isinstance(outcome, _BadCallError):
-            raise outcome
-        name = outcome["name"] if isinstance(outcome.get("name"), str) else None
-        if name is None:
-            raise _BadCallError('The call has no "name".')
-        if name != CROP_TOOL:
-            raise _BadCallError(f"There is no tool {name[:40]!r}; the only tool is {CROP_TOOL}.")
-        start_time, end_time, video = _crop_arguments(outcome.get("arguments"))
-    except _BadCallError as error:
-        return ToolCall(False, name, None, None, str(error), raw, style=style, closed=closed)
-    return ToolCall(True, name, start_time, end_time, None, raw, video=video, style=style, closed=closed)
-
-
-def _crop_arguments(arguments: Any) -> tuple[float, float, str | None]:
-    """Start and end in seconds and the video argument.
+def _argument_object(arguments: Any) -> dict[str, Any]:
+    """The arguments by name.
 
     Raises:
-        _BadCallError: something is missing or is no time, or the window is empty or reversed.
+        BadCallError: they are no object, nor the text of one.
     """
-    if isinstance(arguments, _BadCallError):
+    if isinstance(arguments, BadCallError):
         raise arguments
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            raise _BadCallError('"arguments" must be a JSON object.') from error
+            raise BadCallError('"arguments" must be a JSON object.') from error
     if not isinstance(arguments, dict):
-        raise _BadCallError('The call has no "arguments" object.')
-    times = []
-    for key, alias in (("start_time", "start"), ("end_time", "end")):
-        if key not in arguments and alias not in arguments:
-            raise _BadCallError(f"The argument {key} is missing.")
-        try:
-            times.append(to_seconds(arguments.get(key, arguments.get(alias))))
-        except ValueError as error:
-            raise _BadCallError(f"{key} {error}.") from error
-    start, end = times
-    if start >= end:
-        raise _BadCallError(f"start_time ({start:g}) must be smaller than end_time ({end:g}).")
-    video = arguments.get("video_path", arguments.get("video"))
-    if video is not None and not isinstance(video, str):
-        raise _BadCallError("video_path must be a string.")
-    return start, end, video
+        raise BadCallError('The call has no "arguments" object.')
+    return arguments

@@ -13,6 +13,7 @@ from tiny import CONTROL, PADS, TAGS, make_tokenizer
 
 from paravt_ray.chat import (
     FORCE_ANSWER,
+    MAIN_SYSTEM,
     THINK_PREFIX,
     Chat,
     Message,
@@ -96,6 +97,21 @@ def test_render_is_chatml(chat: Chat) -> None:
     assert chat.render(messages).ids == chat.tokenizer.apply_chat_template(as_dicts, **kwargs)
     rendered = chat.prompt(messages[:2]).ids
     assert rendered == chat.tokenizer.apply_chat_template(as_dicts[:2], add_generation_prompt=True, **kwargs)
+
+
+def test_the_prompt_of_crop_video_is_that_of_the_cold_start() -> None:
+    """The tiny model was trained on these very characters; another prompt would need another model."""
+    assert MAIN_SYSTEM == (
+        "You answer questions about a video. You see some of its frames, each after its time. Think inside "
+        "<think></think>. Where the frames do not show enough, call the tool; several calls in one turn are served at "
+        "the same time. Otherwise give the answer inside <answer></answer>.\n"
+        '<tools>\n{"name": "crop_video", "description": "Look closely at a part of the video.", "parameters": {"type": '
+        '"object", "properties": {"video_path": {"type": "string"}, "start_time": {"type": "number", "description": '
+        '"seconds"}, "end_time": {"type": "number", "description": "seconds"}}, "required": ["video_path", '
+        '"start_time", "end_time"]}}\n</tools>\n'
+        'A call looks like this:\n<tool_call>\n{"name": "crop_video", "arguments": {"video_path": "x.mp4", '
+        '"start_time": 30, "end_time": 45}}\n</tool_call>'
+    )
 
 
 def test_frames_follow_their_true_times(chat: Chat) -> None:

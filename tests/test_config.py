@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from paravt_ray.config import Config, ConfigError, config_items, load_config, save_config
+from paravt_ray.paradox.arms import ARMS, BY_NAME, PARA_GRPO
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
+FOLDER = Path(__file__).parent.parent / "configs"
+CONFIGS = sorted(FOLDER.glob("**/*.yaml"))
+ABLATIONS = sorted(FOLDER.glob("ablations/*.yaml"))
 
 
 @pytest.fixture
@@ -99,9 +102,72 @@ def test_the_resolved_file_gives_the_same_run(file: Path, tmp_path: Path) -> Non
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
+def test_a_file_holds_what_differs_from_its_base(tmp_path: Path) -> None:
+    (tmp_path / "variants").mkdir()
+    (tmp_path / "low.yaml").write_text("trainer: {steps: 3, seed: 4}\nrollout: {frame_budgets: [1, 2, 3]}\n")
+    (tmp_path / "middle.yaml").write_text("base: low.yaml\ntrainer: {steps: 5}\n")
+    file = tmp_path / "variants" / "top.yaml"
+    file.write_text("base: ../middle.yaml\nrollout: {frame_budgets: [8]}\n")
+    config = load_config(file, ["trainer.seed=6"])
+    assert (config.trainer.steps, config.trainer.seed, config.rollout.frame_budgets) == (5, 6, [8])
+    save_config(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config, "what a run keeps does not depend on other files"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: none.yaml\n", r"top\.yaml is based on .*none\.yaml, which does not exist"),
+        ("base: top.yaml\n", "which is based on itself"),
+        ("base: round.yaml\n", "which is based on itself"),
+        ("base:\n", "must name the file that it is based on"),
+        ("base: {trainer: 3}\n", "must name the file that it is based on"),
+        ("base: typo.yaml\n", r"Unknown configuration key trainer\.stepps"),
+        ("trainer: {base: typo.yaml}\n", r"Unknown configuration key trainer\.base"),
+    ],
+)
+def test_a_base_that_cannot_be_used_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "round.yaml").write_text("base: top.yaml\n")
+    (tmp_path / "typo.yaml").write_text("trainer: {stepps: 3}\n")
+    (tmp_path / "top.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "top.yaml")
+
+
+def test_a_base_is_named_in_a_file_and_nowhere_else(file: Path) -> None:
+    with pytest.raises(ConfigError, match="Unknown configuration key base"):
+        load_config(file, [f"base={file}"])
+
+
+# The files that are shipped
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_files_load(path: Path) -> None:
     load_config(path)
+
+
+@pytest.mark.parametrize("path", [*ABLATIONS, FOLDER / "vanilla_grpo_8b.yaml"], ids=lambda path: path.stem)
+def test_a_variant_differs_in_what_its_arm_switches_alone(path: Path) -> None:
+    """The 8B files switch what the arms of `paravt paradox` switch; a stray key would spoil the comparison."""
+    arm = BY_NAME["grpo" if path.stem == "vanilla_grpo_8b" else path.stem]
+    full, variant = (config_items(load_config(file)) for file in (FOLDER / "paragrpo_8b.yaml", path))
+    switched = {key: value for key, value in arm.settings.items() if PARA_GRPO[key] != value}
+    differing = {key: value for key, value in variant.items() if value != full[key]}
+    run_dir = differing.pop("trainer.run_dir")
+    assert differing == switched
+    assert path.stem in run_dir, "variants must not share a run directory"
+
+
+def test_there_is_a_file_for_each_ablation() -> None:
+    strong = {arm.name for arm in ARMS if arm.prior == "strong"}
+    assert {path.stem for path in ABLATIONS} == strong - {"grpo", "para_grpo"}
+    assert len(ABLATIONS) == 6
+
+
+def test_the_cold_start_leaves_its_model_where_rl_begins() -> None:
+    cold_start, full = load_config(FOLDER / "sft_8b.yaml"), load_config(FOLDER / "paragrpo_8b.yaml")
+    assert cold_start.sft.output == full.model.path
 
 
 def test_all_keys_have_a_section() -> None:
@@ -112,7 +178,7 @@ def test_every_configuration_that_is_named_exists() -> None:
     """Documents and cluster files must not send people to a file that is not there or that is refused."""
     root = Path(__file__).parent.parent
     texts = [*root.glob("docs/*.md"), *root.glob("cluster/*"), root / "README.md", root / "Makefile"]
-    named = {name for text in texts for name in re.findall(r"configs/\w+\.yaml", text.read_text(encoding="utf-8"))}
+    named = {name for text in texts for name in re.findall(r"configs/[\w/]+\.yaml", text.read_text(encoding="utf-8"))}
     assert named
-    for name in sorted(named | {f"configs/{file.name}" for file in root.glob("configs/*.yaml")}):
+    for name in sorted(named):
         load_config(root / name)

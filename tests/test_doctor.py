@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 from tiny import make_tiny_checkpoint
 
 from paravt_ray import doctor
-from paravt_ray.config import Config, ConfigError
+from paravt_ray.config import Config, ConfigError, load_config
 from paravt_ray.doctor import Bundle, Node, ResourcesError, check_resources, demand, unplaced
 from paravt_ray.errors import UserError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,26 @@ def test_gpus_are_asked_for_only_where_there_are_some() -> None:
     assert sum(bundle.gpus for bundle in demand(settings, on_gpus=True)) == 2 * 4 + 3
     assert sum(bundle.gpus for bundle in demand(settings, on_gpus=False)) == 0
     assert sum(bundle.cpus for bundle in demand(settings, on_gpus=False)) == 2 + 3 + 5 + 1
+
+
+EIGHT, FOUR = Node(cpus=32, gpus=8), Node(cpus=32, gpus=4)
+
+
+@pytest.mark.parametrize("path", [*CONFIGS.glob("ablations/*.yaml"), *CONFIGS.glob("*grpo_8b.yaml")], ids=str)
+def test_the_8b_recipes_fill_eight_gpus_and_in_another_shape_four(path: Path) -> None:
+    bundles = demand(load_config(path), on_gpus=True)
+    assert (unplaced(bundles, [EIGHT]), sum(bundle.gpus for bundle in bundles)) == ([], 8)
+    named = re.search(r"Four GPUs in all: (.+)", (CONFIGS / "paragrpo_8b.yaml").read_text())
+    assert named is not None
+    assert unplaced(demand(load_config(path, named[1].split()), on_gpus=True), [FOUR]) == []
+
+
+def test_the_8b_evaluation_fits_eight_gpus_and_its_prompt_fits_the_context(checkpoint: Path) -> None:
+    settings = load_config(CONFIGS / "eval_8b.yaml")
+    generators = [bundle for bundle in demand(settings, on_gpus=True) if bundle.actor == "generator"]
+    assert (unplaced(generators, [EIGHT]), len(generators)) == ([], 8)
+    settings.model.path = str(checkpoint)  # with the patch size of the 8B model, which is all that counts here
+    assert levels(doctor.check_model(settings)) == ["ok", "ok", "ok"]
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_demand_and_supply() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from paravt_ray.chat import TOOL_NAME, Chat
+from paravt_ray.chat import Chat
 from paravt_ray.config import Config
 from paravt_ray.data.synth_video import plan_clip, write_clip
 from paravt_ray.episode import Sample
 from paravt_ray.rollout.spec import GroupSpec
+from paravt_ray.tools.crop_video import CROP_VIDEO
 
 FRAME_PIXELS = 32 * 32
 """Frames of the tiny model: one visual token each."""
@@ -113,7 +114,7 @@ def words(chat: Chat, tokens: int, seed: int = 0) -> str:
 def call_text(window: tuple[int, int], video: str = "0.mp4") -> str:
     """One tool call as a model writes it."""
     arguments = f'{{"video_path": "{video}", "start_time": {window[0]}, "end_time": {window[1]}}}'
-    return f'<tool_call>\n{{"name": "{TOOL_NAME}", "arguments": {arguments}}}\n</tool_call>'
+    return f'<tool_call>\n{{"name": "{CROP_VIDEO.name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 def links(film: Path, name: str, count: int) -> list[str]:

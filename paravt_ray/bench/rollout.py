@@ -188,8 +188,9 @@ def generator_row(model: Path, folder: Path, load: Load, rounds: int) -> Row:
 
 async def _prepare(pool: CropPool, config: Config, chat: Chat, sample: Sample) -> tuple[list[int], list[Frame]]:
     """The prompt of one question, as the agent loop renders it, and its frames."""
-    frames = await GroupFrames(pool, config, sample.videos).overview(config.rollout.overview_frames)
-    messages = main_messages(question_text(sample.question, sample.videos), frames, tools=False)
+    source = GroupFrames(pool, config, sample.videos, {}, chat.patch_factor)
+    frames = await source.overview(config.rollout.overview_frames)
+    messages = main_messages(question_text(sample.question, sample.videos), frames, tools={})
     return chat.prompt(messages, config.rollout.think_prefix).ids, frames
 
 

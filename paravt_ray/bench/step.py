@@ -109,7 +109,7 @@ def text_samples(chat: Chat, config: Config, sizes: Sizes) -> list[Sample]:
 
 
 def _text_prompt(chat: Chat, config: Config, sample: Sample) -> list[int]:
-    messages = main_messages(question_text(sample.question, sample.videos), [], tools=False)
+    messages = main_messages(question_text(sample.question, sample.videos), [], tools={})
     return chat.prompt(messages, config.rollout.think_prefix).ids
 
 

@@ -22,13 +22,13 @@ from paravt_ray.chat import (
     MAIN_SYSTEM,
     SUBAGENT_SYSTEM,
     THINK_PREFIX,
-    TOOL_NAME,
     error_reply,
     subagent_question,
     summary_reply,
 )
 from paravt_ray.data.synth_questions import LETTERS, Kind, Question, overview_times, seen_at, span, spans
 from paravt_ray.data.synth_video import COLOURS, Clip, Window
+from paravt_ray.tools.crop_video import CROP_VIDEO
 
 Style = Literal["json", "code"]
 
@@ -198,12 +198,12 @@ class _Writer:
     def _calls(self, thought: str, windows: Sequence[Window]) -> Message:
         name = self.question.clip.name
         if self.style == "code":
-            lines = [f'{TOOL_NAME}(video_path="{name}", start_time={a}, end_time={b})' for a, b in windows]
+            lines = [f'{CROP_VIDEO.name}(video_path="{name}", start_time={a}, end_time={b})' for a, b in windows]
             calls = [f"<tool_code>\n{line}\n</tool_code>" for line in lines]
             close = self._any(("", "</think>\n"))
             return text_message("assistant", f"{THINK_PREFIX}{thought}\n{close}" + "\n".join(calls))
         arguments = [{"video_path": name, "start_time": a, "end_time": b} for a, b in windows]
-        objects = [json.dumps({"name": TOOL_NAME, "arguments": argument}) for argument in arguments]
+        objects = [json.dumps({"name": CROP_VIDEO.name, "arguments": argument}) for argument in arguments]
         calls = [f"<tool_call>\n{line}\n</tool_call>" for line in objects]
         return text_message("assistant", f"{THINK_PREFIX}{thought}\n</think>\n" + "\n".join(calls))
 

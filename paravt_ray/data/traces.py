@@ -26,11 +26,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from paravt_ray.chat import MAIN_SYSTEM, THINK_PREFIX, TOOL_NAME, error_reply, question_text, summary_reply
+from paravt_ray.chat import MAIN_SYSTEM, THINK_PREFIX, error_reply, question_text, summary_reply
 from paravt_ray.config import RolloutConfig
 from paravt_ray.data.reader import DataError, split_fragment
 from paravt_ray.episode import Turn
 from paravt_ray.parsing import parse_turn
+from paravt_ray.tools.crop_video import CROP_VIDEO
 
 Message = dict[str, Any]
 
@@ -207,7 +208,7 @@ def _calling_turn(think: str, looks: Sequence[_Look]) -> str:
     windows = " and ".join(f"{look.start:g} to {look.end:g} s" for look in looks)
     plan = f"{think}\nLook at {windows}{' at once' if len(looks) > 1 else ''}.".strip()
     arguments = [{"video_path": look.video, "start_time": look.start, "end_time": look.end} for look in looks]
-    objects = [json.dumps({"name": TOOL_NAME, "arguments": argument}) for argument in arguments]
+    objects = [json.dumps({"name": CROP_VIDEO.name, "arguments": argument}) for argument in arguments]
     return f"{THINK_PREFIX}{plan}\n</think>\n" + "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
 
 

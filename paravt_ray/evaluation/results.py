@@ -22,12 +22,11 @@ from paravt_ray.episode import CallStatus, Episode, QuestionType
 from paravt_ray.errors import InputError
 from paravt_ray.evaluation.splits import Question
 from paravt_ray.rewards.judge import JUDGE_SYSTEM
+from paravt_ray.tools.offered import load_tools
 from paravt_ray.tracking.episodes import episode_record
 from paravt_ray.tracking.metrics import sampled_tokens, tool_metrics
 
 NOT_THE_MODEL = (".md", ".log")
-PROMPTS = (chat.MAIN_SYSTEM, chat.NO_TOOLS_SYSTEM, chat.SUBAGENT_SYSTEM, chat.FORCE_ANSWER)
-
 ROLLOUT_KEYS = (
     "max_new_tokens",
     "max_tool_turns",
@@ -105,7 +104,9 @@ def protocol(config: Config) -> dict[str, Any]:
     values = {f"{name}.{key}": getattr(section, key) for name, (section, keys) in parts.items() for key in keys}
     if config.reward.open_ended == "judge":
         values["judge"] = [config.reward.judge_model, _digest(JUDGE_SYSTEM)]
-    return values | {"temperature": 0.0, "prompts": _digest(PROMPTS)}
+    main_system = chat.main_system(load_tools(config.tools.offered))
+    prompts = (main_system, chat.NO_TOOLS_SYSTEM, chat.SUBAGENT_SYSTEM, chat.FORCE_ANSWER)
+    return values | {"temperature": 0.0, "prompts": _digest(prompts)}
 
 
 def question_key(question: Question) -> str:

@@ -29,6 +29,7 @@ SAMPLE = {
 }
 CALL = {
     "status": frozenset(CallStatus),
+    "ok": Maybe(bool),
     "raw": str,
     "video": Maybe(str),
     "window": Maybe([float]),

@@ -7,12 +7,12 @@ where they are shown.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
-from paravt_ray.episode import CallStatus, Episode, Sample, Trajectory, TurnRecord
+from paravt_ray.episode import CallStatus, Episode, Sample, Trajectory, Turn, TurnRecord
 from paravt_ray.parsing import parse_turn
 from paravt_ray.report.shapes import EPISODE, SAMPLE, ShapeError, checked
 from paravt_ray.report.source import RunData, json_lines
@@ -176,10 +176,23 @@ def _parsed(episode: dict[str, Any], sample: Sample) -> Episode:
     """The record as an Episode, as far as format statistics look at one: its text is parsed again by the one parser."""
     prefix = episode["think_prefix"]
     turns = [
-        TurnRecord(parse_turn(turn["text"], prefix), 0, 0, turn["finish_reason"], forced=turn["forced"])
+        TurnRecord(_parsed_turn(turn, prefix), 0, 0, turn["finish_reason"], forced=turn["forced"])
         for turn in episode["turns"]
     ]
     return Episode(sample, "", 0, 0, Trajectory(), turns, [], prefix, episode["end_reason"])
+
+
+def _parsed_turn(record: dict[str, Any], prefix: bool) -> Turn:
+    """A turn's text parsed again; whether a call could be read is taken from the record.
+
+    The run may have offered tools that are not here, and nothing that its files name is imported.
+    """
+    turn = parse_turn(record["text"], prefix)
+    recorded = [call["ok"] for call in record["calls"]]
+    if len(recorded) != len(turn.calls) or None in recorded:  # a forced turn's calls are not run; an older run
+        return turn
+    calls = (replace(call, ok=ok) for call, ok in zip(turn.calls, recorded, strict=True))
+    return replace(turn, calls=tuple(calls))
 
 
 def _videos(group: PromptGroup) -> list[Video]:

@@ -21,10 +21,12 @@ from paravt_ray.episode import CallStatus, Episode, Frame, Group, InvalidTraject
 from paravt_ray.parsing import parse_turn
 from paravt_ray.rollout.calls import CallServer
 from paravt_ray.rollout.engine import Engine, EngineError
-from paravt_ray.rollout.frames import CropService, GroupFrames
+from paravt_ray.rollout.frames import GroupFrames
 from paravt_ray.rollout.gating import stable_hash
 from paravt_ray.rollout.sampler import ContextFullError, Sampler
 from paravt_ray.rollout.spec import GroupSpec
+from paravt_ray.tools.offered import load_tools
+from paravt_ray.tools.tool import CropService
 from tool_workers.records import ToolError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,8 @@ async def run_group(
         whose traceback is in the log).
     """
     rollout = config.rollout
-    frames = GroupFrames(pool, config, spec.sample.videos)
+    tools = load_tools(config.tools.offered)
+    frames = GroupFrames(pool, config, spec.sample.videos, tools, chat.patch_factor)
     sampler = Sampler(engine, chat, spec.temperature, config.model.context_length, rollout.turn_timeout_s)
     task = _Task(spec, config, chat, sampler, frames, observer or Observer())
     failure = await _guarded(task.prepare(), rollout.episode_timeout_s)
@@ -110,8 +113,8 @@ class _Task:
         """Take the overview and render the prompt, once for all episodes."""
         sample = self.spec.sample
         self.overview = await self.frames.overview(self.spec.frame_budget)
-        question, tools = question_text(sample.question, sample.videos), self.config.rollout.max_tool_turns > 0
-        messages = main_messages(question, self.overview, tools)
+        tools = self.frames.tools if self.config.rollout.max_tool_turns > 0 else {}
+        messages = main_messages(question_text(sample.question, sample.videos), self.overview, tools)
         self.prompt = self.chat.prompt(messages, self.config.rollout.think_prefix)
 
 
@@ -171,7 +174,7 @@ class _Rollout:
         begun = "" if limit is None else answer_prefix(rollout.think_prefix)
         generation = await self.task.sampler.extend(self.trajectory, suffix, limit or rollout.max_new_tokens, seed)
         record = TurnRecord(
-            turn=parse_turn(begun + chat.decode(generation.token_ids), think_prefilled=rollout.think_prefix),
+            turn=parse_turn(begun + chat.decode(generation.token_ids), rollout.think_prefix, self.task.frames.tools),
             start=len(self.trajectory) - len(generation.token_ids),
             end=len(self.trajectory),
             finish_reason=generation.finish_reason,

@@ -1,35 +1,19 @@
-"""Frames for one group: its overview and its crops, taken from the crop service, each stored once."""
+"""Frames for one group: its overview and what its calls ask for, from the crop service, each stored once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from paravt_ray.config import Config
 from paravt_ray.episode import Frame, ToolCall
+from paravt_ray.tools.offered import Tools
+from paravt_ray.tools.tool import BadCallError, Bounds, CropService, Request
 from tool_workers.records import Crop, ErrorKind, ToolError, VideoInfo
 
 if TYPE_CHECKING:
     from tool_workers.pool import CropPool
-
-
-class CropService(Protocol):
-    """What the agent loop asks of `tool_workers.CropPool`; every call ends in time, with frames or a ToolError."""
-
-    async def probe(self, video: str) -> VideoInfo:
-        """What is known of a video."""
-        ...
-
-    async def crop(
-        self, video: str, start_time: float, end_time: float, *, fps: float, max_frames: int, max_pixels: int
-    ) -> Crop:
-        """Frames of one window in seconds."""
-        ...
-
-    async def overview(self, video: str, count: int, *, max_pixels: int) -> Crop:
-        """At most `count` frames spread over the whole clip."""
-        ...
 
 
 def crop_pool(config: Config, patch_factor: int) -> CropPool:
@@ -52,25 +36,6 @@ def crop_pool(config: Config, patch_factor: int) -> CropPool:
     )
 
 
-class Window(NamedTuple):
-    """What a call asks for, after clamping: calls with equal windows are the same call."""
-
-    video: str
-    """Absolute path."""
-    start: float
-    """Seconds."""
-    end: float
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """Start and end in seconds."""
-        return self.start, self.end
-
-
-class BadCallError(ValueError):
-    """A call names no video of the episode or nothing inside it; the message is what the model is told."""
-
-
 @dataclass
 class GroupFrames:
     """The crop service as the episodes of one group see it."""
@@ -79,6 +44,9 @@ class GroupFrames:
     config: Config
     videos: tuple[str, ...]
     """Absolute paths."""
+    tools: Tools
+    patch_factor: int
+    """Sides of all frames are multiples of it (`Chat.patch_factor`)."""
     infos: dict[str, VideoInfo] = field(default_factory=dict)
     stored: dict[str, Frame] = field(default_factory=dict)
     """By key: a frame that several episodes see exists, and travels, once."""
@@ -98,38 +66,29 @@ class GroupFrames:
                 frames += self._frames(video, await self.service.overview(video, share, max_pixels=max_pixels))
         return frames
 
-    async def crop(self, window: Window) -> tuple[list[Frame], str]:
-        """The frames of one window and the service's note on them.
+    async def of(self, request: Request) -> tuple[list[Frame], str]:
+        """The frames of one call and the tool's note on them.
 
         Raises:
             ToolError: there are none, or not in time.
         """
-        tools = self.config.tools
-        crop = await self.service.crop(
-            *window,
-            fps=tools.crop_fps,
-            max_frames=tools.crop_max_frames,
-            max_pixels=self.config.model.crop_max_pixels,
-        )
-        return self._frames(window.video, crop), crop.note
+        settings, tool = self.config.tools, self.tools[request.tool]
+        max_pixels = self.config.model.crop_max_pixels
+        bounds = Bounds(settings.crop_fps, settings.crop_max_frames, max_pixels, self.patch_factor)
+        crop = await tool.frames(request, self.service, bounds)
+        return self._frames(request.video, crop, tool.frame_key(request)), crop.note
 
-    def resolve(self, call: ToolCall) -> tuple[Window, str]:
-        """The window of a call that could be parsed, clamped to the clip, and a note where that changed it.
+    def resolve(self, call: ToolCall) -> tuple[Request, str]:
+        """What a call that could be parsed asks for, clamped, and a note where that changed it.
 
         The video argument only chooses among the episode's videos, by base name; a single video is always meant.
 
         Raises:
-            BadCallError: an unknown video, or a window wholly outside the clip.
+            BadCallError: an unknown video, or nothing of it.
         """
-        assert call.start_time is not None and call.end_time is not None
+        assert call.name is not None
         video = self._choose(call.video)
-        info = self.infos[video]
-        start, end = max(call.start_time, info.start_time), min(call.end_time, info.end_time)
-        clip = f"the clip spans {info.start_time:.1f} to {info.end_time:.1f} s"
-        if start >= end:
-            raise BadCallError(f"The window is outside the video: {clip}.")
-        clamped = (start, end) != (call.start_time, call.end_time)
-        return Window(video, start, end), f"clamped: {clip}" if clamped else ""
+        return self.tools[call.name].resolve(call, video, self.infos[video])
 
     def _choose(self, name: str | None) -> str:
         if len(self.videos) == 1:
@@ -140,11 +99,12 @@ class GroupFrames:
             raise BadCallError(f"There is no such video; the videos are: {', '.join(by_name)}.")
         return by_name[wanted]
 
-    def _frames(self, video: str, crop: Crop) -> list[Frame]:
+    def _frames(self, video: str, crop: Crop, made: str = "") -> list[Frame]:
+        """The crop's frames, each stored once; `made` tells them from the video's own (`Tool.frame_key`)."""
         if not len(crop):
             raise ToolError(ErrorKind.EMPTY, f"The crop service returned no frame of {video}.")
         frames = []
         for pixels, time in zip(crop.frames, crop.timestamps.tolist(), strict=True):
-            key = f"{video}@{time!r}/{pixels.shape[1]}x{pixels.shape[0]}"
+            key = f"{video}@{time!r}/{pixels.shape[1]}x{pixels.shape[0]}" + (f"/{made}" if made else "")
             frames.append(self.stored.setdefault(key, Frame(pixels, time, key)))
         return frames

@@ -21,6 +21,7 @@ from paravt_ray.rollout.agent import run_group
 from paravt_ray.rollout.canary import CanaryRun, run_canary
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.rollout.vllm_engine import VllmEngine
+from paravt_ray.tools.offered import load_tools
 from paravt_ray.weights.fetch import local_bytes
 from paravt_ray.weights.push import Push
 
@@ -80,9 +81,11 @@ class Generator:
 
         Raises:
             GeneratorError: it could not be started.
+            ToolNameError: this machine has not the tools that are offered.
         """
         import ray
 
+        load_tools(self._config.tools.offered)
         try:
             self._engine = await VllmEngine.start(self._config, self._chat)
         except Exception as error:  # vLLM's errors have no common base

@@ -72,6 +72,7 @@ def _turn_record(record: TurnRecord) -> dict[str, Any]:
 def _call_record(record: CallRecord) -> dict[str, Any]:
     return {
         "status": record.status.value,
+        "ok": record.call.ok,
         "raw": record.call.raw,
         "video": record.video,
         "window": record.window,
