@@ -217,6 +217,11 @@ class LearnerConfig:
     beta2: float = 0.999
     weight_decay: float = 0.01
     grad_clip: float = 1.0
+    lora_rank: int = 0
+    """Rank of a LoRA adapter on all linear layers of the language model, which alone is trained and pushed; 0 trains
+    all weights. It usually wants a larger `lr`."""
+    lora_alpha: int = 32
+    """Weight of the adapter: its product is added to the base's weights times `lora_alpha` / `lora_rank`."""
     updates_per_step: int = 1
     """Optimizer steps on one batch of rollouts."""
     micro_batch_tokens: int = 32768
@@ -429,6 +434,8 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "learner.beta2": (0, 1),
     "learner.weight_decay": (0, None),
     "learner.grad_clip": (0, None),
+    "learner.lora_rank": (0, 256),
+    "learner.lora_alpha": (1, None),
     "learner.updates_per_step": (1, None),
     "learner.micro_batch_tokens": (1, None),
     "learner.logprob_chunk_tokens": (1, None),

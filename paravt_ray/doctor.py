@@ -23,8 +23,10 @@ from rich.text import Text
 from paravt_ray.cluster import LOCAL_CPUS, connected
 from paravt_ray.config import Config, model_directory
 from paravt_ray.errors import UserError
+from paravt_ray.learner.sizing import learner_size
 from paravt_ray.rewards.actor import REWARD_ACTOR_CPUS
 from paravt_ray.rollout.generator import actor_options
+from paravt_ray.weights.manifest import checkpoint_shapes
 
 GIB = 1 << 30
 LOW_MEMORY = 8 * GIB
@@ -170,6 +172,13 @@ def _gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def _gpu_memory() -> int:
+    """Bytes of the smallest GPU of this machine."""
+    import torch
+
+    return min(torch.cuda.get_device_properties(index).total_memory for index in range(_gpu_count()))
+
+
 # ---- the checks ------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +234,7 @@ def check_cluster(config: Config) -> Iterable[Line]:
 
 
 def check_model(config: Config) -> Iterable[Line]:
-    """Whether the checkpoint is there and its processor sees frames as the renderer does."""
+    """Whether the checkpoint is there, its processor sees frames as the renderer does, and a rank can hold it."""
     from paravt_ray.chat import Chat
 
     directory = model_directory(config)
@@ -252,6 +261,30 @@ def check_model(config: Config) -> Iterable[Line]:
     fits = most * (largest + 2) + config.rollout.max_new_tokens <= config.model.context_length
     hint = "too many beside rollout.max_new_tokens; lower model.overview_max_pixels or raise model.context_length."
     yield Line("ok", text) if fits else Line("failure", f"{text}: {hint}")
+    yield _learner_memory(config, directory)
+
+
+def _learner_memory(config: Config, directory: Path) -> Line:
+    """What a learner rank will hold, against the memory that a rank on this machine would have."""
+    size = learner_size(checkpoint_shapes(directory), config)
+    parts = {"weights": size.weights, "gradients": size.gradients, "optimizer state": size.optimizer}
+    if size.reference:
+        parts["the reference policy"] = size.reference
+    held = ", ".join(f"{part / GIB:.3g} GiB of {name}" for name, part in parts.items())
+    text = (
+        f"Learner: trains {size.trained:,} of {size.parameters:,} parameters; a rank holds {held}, beside activations"
+    )
+    on_gpu = _gpu_count() > 0
+    needed = size.total - (size.optimizer if on_gpu and config.learner.offload_optimizer else 0)
+    limit = _gpu_memory() if on_gpu else _memory()[0]
+    if needed <= limit:
+        return Line("ok", text)
+    return Line(
+        "warning",
+        f"{text}: more than the {limit / GIB:.0f} GiB of {'a GPU here' if on_gpu else 'this machine'}. Raise "
+        "learner.zero_stage and learner.ranks, set learner.offload_optimizer=true, or train an adapter alone "
+        "(learner.lora_rank).",
+    )
 
 
 def check_decoding(config: Config) -> Iterable[Line]:

@@ -14,6 +14,7 @@ from paravt_ray import doctor
 from paravt_ray.config import Config, ConfigError, load_config
 from paravt_ray.doctor import Bundle, Node, ResourcesError, check_resources, demand, unplaced
 from paravt_ray.errors import UserError
+from paravt_ray.learner.sizing import learner_size
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -117,7 +118,7 @@ def test_a_running_cluster_is_asked_what_is_free() -> None:
 
 def test_processor_and_renderer_agree(checkpoint: Path) -> None:
     lines = list(doctor.check_model(config(model={"path": str(checkpoint)})))
-    assert levels(lines) == ["ok", "ok", "ok"]
+    assert levels(lines) == ["ok", "ok", "ok", "ok"]
     assert "Token parity" in lines[1].text
 
 
@@ -135,7 +136,7 @@ def test_a_processor_with_another_patch_size_is_found(checkpoint: Path, tmp_path
 
 def test_overviews_that_cannot_fit_are_found(checkpoint: Path) -> None:
     settings = config(model={"path": str(checkpoint), "context_length": 4096})
-    assert levels(doctor.check_model(settings)) == ["ok", "ok", "failure"]
+    assert levels(doctor.check_model(settings)) == ["ok", "ok", "failure", "ok"]
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model_type": "llama"}'])
@@ -150,6 +151,30 @@ def test_a_checkpoint_without_tokenizer_is_one_sentence(checkpoint: Path, tmp_pa
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     with pytest.raises(UserError, match="cannot be loaded"):
         list(doctor.check_model(config(model={"path": str(tmp_path)})))
+
+
+def test_a_rank_holds_state_of_what_it_trains_and_no_more() -> None:
+    """Hand-computed: a norm of 7, one adapted layer of [20, 10], a vision layer of [4, 4]."""
+    layer = "model.language_model.layers.0.self_attn.q_proj.weight"
+    shapes = {
+        layer: (20, 10),
+        "model.visual.blocks.0.attn.proj.weight": (4, 4),
+        "model.language_model.norm.weight": (7,),
+    }
+    full = config(learner={"ranks": 2, "zero_stage": 2})
+    size = learner_size(shapes, full)
+    assert (size.parameters, size.trained) == (223, 223)
+    assert (size.weights, size.gradients, size.optimizer, size.reference) == (446, 446, 223 * 12 // 2, 446)
+    lora = config(model={"dtype": "float32"}, learner={"ranks": 2, "zero_stage": 3, "lora_rank": 3})
+    size = learner_size(shapes, lora)
+    assert (size.parameters, size.trained) == (223, 90)
+    assert (size.weights, size.gradients, size.optimizer, size.reference) == (313 * 2, 180, 360, 0)
+
+
+def test_a_learner_that_no_memory_can_hold_is_warned_of(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_memory", lambda: (1 << 20, 1 << 20))
+    (line,) = [line for line in doctor.check_model(config(model={"path": str(checkpoint)})) if "Learner" in line.text]
+    assert line.level == "warning" and "learner.lora_rank" in line.text
 
 
 def test_decoding_is_checked_frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:

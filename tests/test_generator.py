@@ -31,7 +31,8 @@ from paravt_ray.rollout.canary import CanaryError, canary_row, check_canary
 from paravt_ray.rollout.engine import EngineError, Generation, Sampling
 from paravt_ray.rollout.fleet import FleetError, GeneratorFleet
 from paravt_ray.rollout.generator import Generator, actor_options
-from paravt_ray.weights.push import Push, WeightError
+from paravt_ray.weights.manifest import checkpoint_digest
+from paravt_ray.weights.push import Adapter, Push, WeightError
 from paravt_ray.weights.send import publish, unpublish
 
 pytestmark = pytest.mark.slow
@@ -316,6 +317,37 @@ def test_a_failed_push_stops_all_work_until_a_whole_one(rig: Rig, spoil: Callabl
         rig.generate([rig.prompt(frames)], 5)
     with pytest.raises(EngineError, match="does not hold whole weights"):
         ray.get(rig.actor.health.remote(5.0), timeout=10)
+    rig.load(rig.push())
+    assert rig.reference.gaps(rig.generate([rig.prompt(frames)], 40)[0], frames).max() < EXACT
+
+
+def test_an_adapter_is_merged_into_the_checkpoint_and_into_nothing_else(rig: Rig) -> None:
+    """The engine holds other weights by now; one of another base, or that fits nothing, is refused."""
+    path = Path(rig.config.model.path)
+    torch.manual_seed(5)
+    adapter: dict[str, torch.Tensor] = {}
+    expected = Reference(path)
+    with torch.no_grad():
+        for name, parameter in expected.parameters():
+            if ".language_model.layers." in name and "_proj." in name:
+                a, b = torch.randn(3, parameter.shape[1]), 0.1 * torch.randn(parameter.shape[0], 3)
+                adapter |= {name.replace(".weight", f".lora_{part}.weight"): t for part, t in (("A", a), ("B", b))}
+                parameter.add_(0.5 * b @ a)
+    frames = make_frames(2, 32, 32, seed=6)
+    base = Adapter(0.5, checkpoint_digest(path))
+    for tensors, of, message in (
+        (adapter, replace(base, base="0" * 16), "trained on another base"),
+        ({f"x{name}": tensor for name, tensor in adapter.items()}, base, "none of the engine's checkpoint: unknown: x"),
+    ):
+        rig.version += 1
+        with pytest.raises(WeightError, match=message):
+            rig.load(publish(tensors.items(), rig.version, of))
+    for _ in range(2):
+        rig.version += 1
+        rig.load(publish(adapter.items(), rig.version, base))
+        generation = rig.generate([rig.prompt(frames)], 40)[0]
+        assert expected.gaps(generation, frames).max() < EXACT
+        assert Reference(path).gaps(generation, frames).max() > 0.1
     rig.load(rig.push())
     assert rig.reference.gaps(rig.generate([rig.prompt(frames)], 40)[0], frames).max() < EXACT
 

@@ -1,9 +1,10 @@
 """Checkpoints on disk: whole or not at all, and independent of the number of ranks and the ZeRO stage.
 
 step_000012/
-    model/            Hugging Face format: loads in transformers and vLLM as it is
-    optimizer/        float32 moments (and master weights, if the model is bfloat16) of every parameter, by name
-    learner.json      optimizer steps done, learning-rate schedule
+    model/            Hugging Face format: loads in transformers and vLLM as it is; with LoRA the adapter is merged in
+    adapter/          with LoRA alone: the adapter in peft's format, which training goes on from
+    optimizer/        float32 moments (and master weights, if the model is bfloat16) of what is trained, by name
+    learner.json      optimizer steps done, learning-rate schedule, LoRA's settings
     state.json        what the caller gave: data position and the like
     COMPLETE          written last; a directory without it does not count
 
@@ -26,9 +27,11 @@ import torch
 from torch import Tensor
 
 from paravt_ray.errors import InputError, UserError
+from paravt_ray.weights.manifest import stored_tensors
 
 COMPLETE = "COMPLETE"
-MODEL, OPTIMIZER, LEARNER_FILE, STATE_FILE = "model", "optimizer", "learner.json", "state.json"
+MODEL, ADAPTER, OPTIMIZER = "model", "adapter", "optimizer"
+LEARNER_FILE, STATE_FILE = "learner.json", "state.json"
 SHARD_BYTES = 4 << 30
 """Largest file of tensors; also what writing one needs in memory."""
 
@@ -198,15 +201,9 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     Raises:
         CheckpointError: there is none.
     """
-    from safetensors import safe_open
-
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
+    if not any(directory.glob("*.safetensors")):
         raise CheckpointError(f"{directory} holds no safetensors files.")
-    for file in files:
-        with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 (no mapping)
-                yield name, stored.get_tensor(name)
+    yield from stored_tensors(directory)
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

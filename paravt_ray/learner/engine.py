@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paravt_ray.config import Config
 from paravt_ray.learner.batching import MicroBatch
+from paravt_ray.learner.lora import lora_scale, trained_parameters, whole_weights, without_adapter
 from paravt_ray.learner.policy import Policy
+from paravt_ray.weights.lora import merged
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of each parameter, beside its step count."""
@@ -91,11 +94,13 @@ class Engine:
         import deepspeed
 
         learner = config.learner
+        self._settings = learner
         self.zero_stage = learner.zero_stage
+        self._trained, self._whole = trained_parameters(policy.model), whole_weights(policy.model)
         self._limit = learner.grad_clip or float("inf")
         self._norm = 0.0
         self._optimizer = torch.optim.AdamW(
-            policy.model.parameters(),
+            self._trained.values(),
             lr=learner.lr,
             betas=(learner.beta1, learner.beta2),
             weight_decay=learner.weight_decay,
@@ -114,6 +119,11 @@ class Engine:
         output: tuple[Tensor, Tensor] = self._engine(batch, temperature)
         return output
 
+    def base(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """The forward of the model that a LoRA adapter is trained on, without the adapter."""
+        with without_adapter(self._model):
+            return self(batch, temperature)
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's share of the loss; shares are summed over ranks and calls."""
         self._engine.backward(loss * torch.distributed.get_world_size())  # DeepSpeed averages over ranks
@@ -127,17 +137,21 @@ class Engine:
 
     def _clip(self, *_: Any) -> None:
         # Gradients are already reduced here. With ZeRO, DeepSpeed clips and reports the norm; without, only we do.
-        self._norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._limit))
+        self._norm = float(torch.nn.utils.clip_grad_norm_(self._trained.values(), self._limit))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Checkpoint name, full weight) one after the other; under ZeRO-3 every rank must walk through all of them.
+        """(Checkpoint name, full weight) one after the other, a LoRA adapter merged in.
 
-        A tensor is valid only until the next one is asked for.
+        Under ZeRO-3 every rank must walk through all of them. A tensor is valid only until the next one is asked for.
         """
-        import deepspeed
+        for name, parts in self._whole.items():
+            with self._gathered(parts):
+                yield name, self._weight(*(part.data for part in parts))
 
-        for name, parameter in self._model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
+    def trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Name, full tensor) of what is trained, in the same way: a LoRA adapter's alone, or all weights."""
+        for name, parameter in self._trained.items():
+            with self._gathered((parameter,)):
                 yield name, parameter.data
 
     def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -147,7 +161,7 @@ class Engine:
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._trained.items():
             for key in MOMENTS:
                 full = safe_get_full_optimizer_state(parameter, key) if self.zero_stage else self._state(parameter)[key]
                 yield f"{key}.{name}", full
@@ -166,12 +180,11 @@ class Engine:
         logprobs, _ = self(blank, 1.0)
         self.backward(logprobs.sum())
         self.step(lr=0.0)
-        parameters = dict(self._model.named_parameters())
-        expected = {f"{key}.{name}" for name in parameters for key in MOMENTS}
+        expected = {f"{key}.{name}" for name in self._trained for key in MOMENTS}
         for key_and_name, value in tensors:
             key, _, name = key_and_name.partition(".")
             expected.discard(key_and_name)
-            self._restore(parameters[name], key, value.to(self._engine.device))
+            self._restore(self._trained[name], key, value.to(self._engine.device))
         if expected:
             raise KeyError(f"The optimizer state lacks {len(expected)} tensors, such as {sorted(expected)[0]}.")
         for state in self._optimizer.state.values():
@@ -183,6 +196,18 @@ class Engine:
 
         self._engine.destroy()
         deepspeed.comm.destroy_process_group()
+
+    def _weight(self, base: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
+        return base if a is None or b is None else merged(base, a, b, lora_scale(self._settings))
+
+    def _gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Within the block they are whole on every rank."""
+        import deepspeed
+
+        gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+            list(parameters), enabled=self.zero_stage == 3
+        )
+        return gathered
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._optimizer.state[parameter]

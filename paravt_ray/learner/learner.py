@@ -25,9 +25,18 @@ from paravt_ray.errors import UserError
 from paravt_ray.learner import checkpoint
 from paravt_ray.learner.batching import Collator, MicroBatch, plan, split_by_group
 from paravt_ray.learner.engine import Engine, frozen, init_distributed
+from paravt_ray.learner.lora import (
+    STEM,
+    LoraState,
+    add_adapter,
+    load_adapter,
+    lora_scale,
+    stored_adapter,
+    write_adapter_config,
+)
 from paravt_ray.learner.policy import Policy
 from paravt_ray.learner.schedule import LrSchedule
-from paravt_ray.weights.push import Push
+from paravt_ray.weights.push import Adapter, Push
 from paravt_ray.weights.send import publish
 
 FloatArray = NDArray[np.float32]
@@ -71,27 +80,42 @@ class Learner:
             resume: a checkpoint of `save` to go on from, made on any number of ranks.
 
         Raises:
-            CheckpointError: `resume` is incomplete or belongs to another learning-rate schedule.
+            CheckpointError: `resume` is incomplete, or belongs to another learning-rate schedule, LoRA setting or base.
         """
         self.config, self.schedule, self.rank, self.ranks = config, schedule, rank, ranks
-        self.steps_done = _steps_done(resume, schedule) if resume else 0
+        self._lora = LoraState.of(config.learner, model_path)
+        self.steps_done = _steps_done(resume, schedule, self._lora) if resume else 0
         """Optimizer steps so far."""
         self.device = init_distributed(rank, ranks, rendezvous, config.learner.timeout_s)
         self._source = model_path
-        weights = resume / checkpoint.MODEL if resume else model_path
         self._collator = Collator(model_path)
-        self._engine = Engine(self._load(weights, config.learner.activation_checkpointing), config)
-        self._reference = frozen(self._load(reference_path), config, self.device) if reference_path else None
+        self._engine = Engine(self._trained_policy(resume), config)
+        self._reference = self._make_reference(reference_path)
         if resume and self.steps_done:
             state = checkpoint.read_tensors(resume / checkpoint.OPTIMIZER)
             self._engine.load_optimizer(state, self.steps_done, self._collator.collate([], []).to(self.device))
 
-    def _load(self, path: Path, activation_checkpointing: bool = False) -> Policy:
+    def _trained_policy(self, resume: Path | None) -> Policy:
         learner = self.config.learner
-        policy = Policy.from_pretrained(path, getattr(torch, self.config.model.dtype), learner.logprob_chunk_tokens)
-        if activation_checkpointing:
+        policy = self._load(resume / checkpoint.MODEL if resume and not self._lora else self._source)
+        if learner.activation_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self._lora:
+            add_adapter(policy.model, learner, self.config.trainer.seed)
+            if resume:
+                load_adapter(policy.model, checkpoint.read_tensors(resume / checkpoint.ADAPTER))
         return policy
+
+    def _make_reference(self, path: Path | None) -> Any:
+        if path is None:
+            return None
+        if self._lora and path == self._source:
+            return self._engine.base  # the frozen part of what is trained: a second model would be the same
+        return frozen(self._load(path), self.config, self.device)
+
+    def _load(self, path: Path) -> Policy:
+        dtype = getattr(torch, self.config.model.dtype)
+        return Policy.from_pretrained(path, dtype, self.config.learner.logprob_chunk_tokens)
 
     # ---- inference -------------------------------------------------------------------------------------------------
 
@@ -284,14 +308,22 @@ class Learner:
     # ---- weights and checkpoints -----------------------------------------------------------------------------------
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Checkpoint name, full weight), one after the other; every rank must walk through all of them."""
+        """(Checkpoint name, full weight), one after the other, a LoRA adapter merged in.
+
+        Every rank must walk through all of them.
+        """
         return self._engine.named_tensors()
 
     def publish(self, version: int) -> Push | None:
-        """Make the current weights available to generators as `version`; rank 0 returns where they are."""
+        """Make the current weights available to generators as `version`; rank 0 returns where they are.
+
+        With LoRA that is the adapter alone: generators have the base.
+        """
+        tensors = self._engine.trained_tensors()
         if self.rank == 0:
-            return publish(self.named_tensors(), version)
-        for _ in self.named_tensors():
+            adapter = Adapter(lora_scale(self.config.learner), self._lora.base) if self._lora else None
+            return publish(tensors, version, adapter)
+        for _ in tensors:
             pass
         return None
 
@@ -315,9 +347,17 @@ class Learner:
             return
         with checkpoint.atomic_directory(path) as building:
             self.save_model(building / checkpoint.MODEL)
+            if self._lora:
+                adapter = building / checkpoint.ADAPTER
+                checkpoint.write_tensors(stored_adapter(self._engine.trained_tensors()), adapter, STEM)
+                write_adapter_config(self.config.learner, self._source, adapter)
             if self.steps_done:
                 checkpoint.write_tensors(self._engine.optimizer_tensors(), building / checkpoint.OPTIMIZER, "optimizer")
-            learner = {"steps_done": self.steps_done, "schedule": asdict(self.schedule)}
+            learner = {
+                "steps_done": self.steps_done,
+                "schedule": asdict(self.schedule),
+                "lora": asdict(self._lora) if self._lora else None,
+            }
             checkpoint.write_json(building / checkpoint.LEARNER_FILE, learner)
             checkpoint.write_json(building / checkpoint.STATE_FILE, state)
         checkpoint.prune(path.parent, keep)
@@ -329,16 +369,26 @@ class Learner:
     def _gather_for_rank_0(self) -> None:
         for _ in self.named_tensors():
             pass
+        if self._lora:
+            for _ in self._engine.trained_tensors():
+                pass
         if self.steps_done:
             for _ in self._engine.optimizer_tensors():
                 pass
 
 
-def _steps_done(path: Path, schedule: LrSchedule) -> int:
-    """Optimizer steps of a checkpoint, if a run with this schedule can go on from it."""
+def _steps_done(path: Path, schedule: LrSchedule, lora: LoraState | None) -> int:
+    """Optimizer steps of a checkpoint, if a run with this schedule and LoRA setting can go on from it."""
     checkpoint.read_state(path)  # refuses an incomplete one
     saved = checkpoint.read_json(path / checkpoint.LEARNER_FILE)
     done, before = int(saved["steps_done"]), LrSchedule(**saved["schedule"])
+    adapted = LoraState(**saved["lora"]) if saved.get("lora") else None
+    if adapted != lora:
+        raise checkpoint.CheckpointError(
+            f"{path} was trained with {adapted or 'all weights'}, and this run trains {lora or 'all weights'}. Set "
+            "learner.lora_rank, learner.lora_alpha and model.path as they were, or start a new run directory from "
+            f"model.path={path / checkpoint.MODEL}."
+        )
     last = max(0, done - 1)
     if any(before.at(step) != schedule.at(step) for step in (0, last // 2, last)):
         raise checkpoint.CheckpointError(

@@ -1,12 +1,18 @@
-"""Which tensors a checkpoint has, and whether pushed ones are the same."""
+"""What a checkpoint on the disk holds, and whether pushed tensors are the same."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paravt_ray.weights.push import WeightError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shapes = dict[str, tuple[int, ...]]
 _SHOWN = 3
@@ -27,6 +33,27 @@ def checkpoint_shapes(directory: Path) -> Shapes:
     if not shapes:
         raise WeightError(f"{directory} holds no *.safetensors file to compare pushed weights with.")
     return shapes
+
+
+def stored_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all safetensors files of a directory, read one at a time."""
+    from safetensors import safe_open
+
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 (no mapping)
+                yield name, stored.get_tensor(name)
+
+
+def checkpoint_digest(directory: Path) -> str:
+    """xxh3-64 of the bytes of a checkpoint's safetensors files, in hexadecimal."""
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            digest.update(content)
+    return digest.hexdigest()
 
 
 def check_shapes(expected: Shapes, pushed: Shapes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paravt_ray.errors import UserError
@@ -28,6 +28,16 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """What pushed tensors are to be merged into, where they are a LoRA adapter's."""
+
+    scale: float
+    """Of the product of its two matrices, before it is added to the base's weight."""
+    base: str
+    """Digest of the base's checkpoint (`manifest.checkpoint_digest`)."""
+
+
+@dataclass(frozen=True)
 class Push:
     """One version of the weights, complete, in memory that its publisher holds. Small: the bytes are not in it."""
 
@@ -39,8 +49,11 @@ class Push:
     digest: str
     """xxh3-64 of all bytes, in hexadecimal."""
     tensors: tuple[TensorEntry, ...]
+    adapter: Adapter | None = None
+    """None where the tensors are all weights of the model."""
 
     def update_info(self, path: str) -> dict[str, Any]:
         """What a receiver is told, in plain types; `path` is where it can open the bytes."""
         entries = [[entry.name, entry.dtype, list(entry.shape), entry.offset] for entry in self.tensors]
-        return {"path": path, "nbytes": self.nbytes, "digest": self.digest, "tensors": entries}
+        adapter = asdict(self.adapter) if self.adapter else None
+        return {"path": path, "nbytes": self.nbytes, "digest": self.digest, "tensors": entries, "adapter": adapter}

@@ -25,7 +25,15 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from paravt_ray.weights.manifest import Shapes, check_shapes, checkpoint_shapes, some
+from paravt_ray.weights.lora import check_adapter, merge_into
+from paravt_ray.weights.manifest import (
+    Shapes,
+    check_shapes,
+    checkpoint_digest,
+    checkpoint_shapes,
+    some,
+    stored_tensors,
+)
 from paravt_ray.weights.push import BACKEND, WeightError
 
 
@@ -58,6 +66,8 @@ class MemoryUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     digest: str
     tensors: list[list[Any]]
     """[name, dtype, shape, offset in bytes] each."""
+    adapter: dict[str, Any] | None
+    """The fields of `Adapter`; None where the tensors are all weights of the model."""
 
     def shapes(self) -> Shapes:
         """The shape of each tensor by name."""
@@ -69,6 +79,9 @@ class MemoryReceiver(WeightTransferEngine[MemoryInit, MemoryUpdate]):  # type: i
 
     Nothing is loaded unless names, shapes and bytes are exactly those expected; a failure while loading clears the
     half-open update, so that the next one starts afresh.
+
+    An adapter is merged into the base that the engine's checkpoint holds, read anew from the disk (in practice from the
+    system's page cache): no second copy of the base is kept in memory, only the matrix that is merged at the moment.
     """
 
     init_info_cls = MemoryInit
@@ -92,9 +105,7 @@ class MemoryReceiver(WeightTransferEngine[MemoryInit, MemoryUpdate]):  # type: i
             WeightError: names, shapes or bytes are not what they should be, or a parameter got no value.
         """
         try:
-            check_shapes(checkpoint_shapes(Path(self.model_config.model)), update_info.shapes())
-            memory = _open(update_info)
-            loaded = self.model.load_weights(_tensors(memory, update_info.tensors))
+            loaded = self.model.load_weights(self._weights(update_info))
             if missing := sorted(self._parameters - loaded):
                 raise WeightError(f"The pushed weights set no value for {some(missing)} of the engine's model.")
         except BaseException:
@@ -108,6 +119,22 @@ class MemoryReceiver(WeightTransferEngine[MemoryInit, MemoryUpdate]):  # type: i
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+    def _weights(self, update: MemoryUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights of a version, after everything about it was checked."""
+        directory = Path(self.model_config.model)
+        stored, adapter = checkpoint_shapes(directory), update.adapter
+        if adapter is None:
+            check_shapes(stored, update.shapes())
+            return _tensors(_open(update), update.tensors)
+        check_adapter(stored, update.shapes())
+        if (base := _base_digest(directory)) != adapter["base"]:
+            raise WeightError(
+                f"The adapter was trained on another base: the engine's checkpoint {directory} has the digest {base}, "
+                f"the learner's {adapter['base']}. Learner and generators must load the same model.path."
+            )
+        tensors = dict(_tensors(_open(update), update.tensors))
+        return merge_into(stored_tensors(directory), tensors, adapter["scale"], self.device)
 
     def _abandon(self) -> None:
         # Layers that wait for more tensors would count those of the next update on top of the ones they have, and
@@ -125,6 +152,12 @@ class MemoryReceiver(WeightTransferEngine[MemoryInit, MemoryUpdate]):  # type: i
         head = getattr(language_model, "lm_head", None)
         if self.model_config.hf_text_config.tie_word_embeddings and head is not None:
             head.quant_method.process_weights_after_loading(head)
+
+
+@functools.cache
+def _base_digest(directory: Path) -> str:
+    # Once in the life of an engine: it reads the whole checkpoint.
+    return checkpoint_digest(directory)
 
 
 def _open(update: MemoryUpdate) -> mmap.mmap:

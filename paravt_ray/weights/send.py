@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from paravt_ray.weights.push import Push, TensorEntry, WeightError
+from paravt_ray.weights.push import Adapter, Push, TensorEntry, WeightError
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ _published: list[int] = []
 """The descriptor of the one version that this process holds; none before the first push."""
 
 
-def publish(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Push:
+def publish(tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapter: Adapter | None = None) -> Push:
     """Copy all tensors into memory that generators can read, in place of the version that was there before.
 
     The memory is sealed: nothing can change it once its digest is taken. A reader that has the previous version open
@@ -32,6 +32,7 @@ def publish(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Push:
     Args:
         tensors: names as in the checkpoint, each once, and whole tensors on any device.
         version: of these weights; rises with every push.
+        adapter: what they are to be merged into, where they are a LoRA adapter's (`lora`).
 
     Raises:
         WeightError: a name comes twice, there are no tensors, or the memory does not suffice.
@@ -60,7 +61,7 @@ def publish(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Push:
         os.close(descriptor)
         raise
     _published.append(descriptor)
-    return Push(version, node_id(), memory_path(descriptor), size, digest.hexdigest(), tuple(entries))
+    return Push(version, node_id(), memory_path(descriptor), size, digest.hexdigest(), tuple(entries), adapter)
 
 
 def unpublish() -> None:
@@ -93,7 +94,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
     except OSError as error:
         raise WeightError(
             f"The weights could not be copied to shared memory ({error.strerror}): this node needs free memory for one "
-            "whole copy of the model."
+            "whole copy of the model (with LoRA, of the adapter)."
         ) from error
 
 
