@@ -5,16 +5,19 @@ Everything is written in ChatML with Qwen's control tokens. Two rules hold every
 * Text from users, files and tools never becomes a control token, whatever it contains (`encode_text`).
 * A conversation only grows: later turns are encoded alone and appended (`Chat.replies`), never rendered again.
 
-An image stands in the ids as one `<|image_pad|>`; the engine expands it, and `Chat.expand` does the same for SFT and
-for checking that both sides agree.
+Frames of a video are rendered in one of two ways (`model.frames_as`): each as an image after its time, or two together
+as Qwen3-VL's processor renders a video. In the ids that the engine is given, an image stands as one `<|image_pad|>` and
+two frames of a video as one `<|video_pad|>`; the engine expands both, and `Chat.expand` does the same for SFT and for
+checking that both sides agree.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +39,11 @@ _ASSISTANT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 Role = Literal["system", "user", "assistant"]
 
+FRAMES_PER_VIDEO_PAD = 2
+"""Frames that Qwen3-VL's vision tower sees as one: its temporal patch."""
+Picture = tuple[Frame, ...]
+"""The frames that one pad stands for: one for an image pad, `FRAMES_PER_VIDEO_PAD` for a video pad."""
+
 
 @dataclass(frozen=True)
 class Tag:
@@ -44,12 +52,19 @@ class Tag:
     text: str
 
 
-Part = str | Tag | Frame
+@dataclass(frozen=True)
+class Video:
+    """Frames of one video, in order, each to be shown with its time. A frame that is no part of one is a picture."""
+
+    frames: tuple[Frame, ...]
+
+
+Part = str | Tag | Frame | Video
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation: text, tags and frames in order."""
+    """One message of a conversation: text, tags, pictures and videos in order."""
 
     role: Role
     parts: tuple[Part, ...]
@@ -65,12 +80,13 @@ class Reply:
 
 @dataclass
 class Rendered:
-    """Token ids with one image pad per frame, the frames in order, and where the assistant speaks."""
+    """Un-expanded token ids, the frames of their pads in order, and where the assistant speaks."""
 
     ids: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
     """True on assistant text and its end-of-turn token: the tokens that SFT puts loss on. As long as `ids`."""
     frames: list[Frame] = field(default_factory=list)
+    """One for each image pad, two for each video pad: the last frame of a video twice where it has an odd number."""
 
 
 def main_system(tools: Tools) -> str:
@@ -98,16 +114,10 @@ def question_text(question: str, videos: Sequence[str]) -> str:
     return question if "The video path for this video is:" in question else f"{question}\n{line}"
 
 
-def timed(frames: Sequence[Frame]) -> Iterable[Part]:
-    """Each frame after its time in seconds, in the notation that Qwen3-VL was trained with."""
-    for frame in frames:
-        yield f"<{frame.time_s:.1f} seconds>"
-        yield frame
-
-
-def main_messages(question: str, frames: Sequence[Frame], tools: Tools = DEFAULT) -> list[Message]:
-    """The main agent's prompt: the tools that there are, overview frames with their times, then the question."""
-    return [Message("system", assistant_parts(main_system(tools))), Message("user", (*timed(frames), f"\n{question}"))]
+def main_messages(question: str, overview: Sequence[Sequence[Frame]], tools: Tools = DEFAULT) -> list[Message]:
+    """The main agent's prompt: the tools that there are, overview frames of each video, then the question."""
+    user = Message("user", (*(Video(tuple(frames)) for frames in overview), f"\n{question}"))
+    return [Message("system", assistant_parts(main_system(tools))), user]
 
 
 def answer_prefix(think_prefix: bool) -> str:
@@ -127,7 +137,7 @@ def subagent_messages(
     question: str, window: tuple[float, float], frames: Sequence[Frame], part: str = ""
 ) -> list[Message]:
     """The sub-agent's prompt: the crop's frames with their true times, the question, the window in seconds."""
-    user = Message("user", (*timed(frames), subagent_question(question, window, part)))
+    user = Message("user", (Video(tuple(frames)), subagent_question(question, window, part)))
     return [Message("system", (SUBAGENT_SYSTEM,)), user]
 
 
@@ -151,38 +161,50 @@ def reply_parts(replies: Sequence[Reply], force_answer: bool) -> tuple[Part, ...
     parts: list[Part] = []
     for index, reply in enumerate(replies):
         parts += ["\n"] if index else []
-        parts += [Tag(_RESPONSE_TAGS[0]), f"\n{reply.text}", *timed(reply.frames), "\n", Tag(_RESPONSE_TAGS[1])]
+        shown = [Video(reply.frames)] if reply.frames else []
+        parts += [Tag(_RESPONSE_TAGS[0]), f"\n{reply.text}", *shown, "\n", Tag(_RESPONSE_TAGS[1])]
     if force_answer:
         parts.append(f"\n{FORCE_ANSWER}" if replies else FORCE_ANSWER)
     return tuple(parts)
 
 
-def assistant_parts(text: str) -> tuple[Part, ...]:
+def assistant_parts(text: str) -> tuple[str | Tag, ...]:
     """Split an assistant text (SFT data) into plain text and the tags an assistant may write."""
     return _split_tags(text, _ASSISTANT_TAGS)
 
 
-def user_parts(text: str) -> tuple[Part, ...]:
+def user_parts(text: str) -> tuple[str | Tag, ...]:
     """Split a user text (SFT data): tool replies keep their tags, everything else is plain text."""
     return _split_tags(text, _RESPONSE_TAGS) if text.lstrip().startswith(_RESPONSE_TAGS[0]) else (text,)
 
 
-def _split_tags(text: str, tags: Sequence[str]) -> tuple[Part, ...]:
+def _split_tags(text: str, tags: Sequence[str]) -> tuple[str | Tag, ...]:
     pieces = re.split("(" + "|".join(map(re.escape, tags)) + ")", text)
     return tuple(Tag(piece) if piece in tags else piece for piece in pieces if piece)
+
+
+def _time_text(seconds: float) -> str:
+    """The time of what follows, in the notation that Qwen3-VL was trained with."""
+    return f"<{seconds:.1f} seconds>"
 
 
 class Chat:
     """Renders messages with one tokenizer. Cheap to build; holds no state of any conversation."""
 
-    def __init__(self, tokenizer: Any, patch_factor: int) -> None:
-        """`tokenizer` a Hugging Face tokenizer with Qwen's control tokens; `patch_factor` pixels per visual token side.
+    def __init__(self, tokenizer: Any, patch_factor: int, frames_as: str = "images") -> None:
+        """Render for one tokenizer.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer with Qwen's control tokens.
+            patch_factor: pixels per visual token side.
+            frames_as: `images` or `video` (`model.frames_as`).
 
         Raises:
             ValueError: a control token is missing, so the tokenizer is not one of the Qwen-VL family.
         """
         self.tokenizer = tokenizer
         self.patch_factor = patch_factor
+        self._as_video = frames_as == "video"
         self._added: dict[str, int] = dict(tokenizer.get_added_vocab())
         longest_first = sorted((t for t in self._added if len(t) > 1), key=len, reverse=True)
         self._any_added = re.compile("|".join(map(re.escape, longest_first)))
@@ -193,13 +215,22 @@ class Chat:
         """Ids that a policy must never sample."""
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> Chat:
-        """Load the tokenizer and the patch size of a checkpoint directory. Never runs code from it."""
+    def from_pretrained(cls, path: str | Path, frames_as: str = "images") -> Chat:
+        """Load the tokenizer and the patch size of a checkpoint directory. Never runs code from it.
+
+        Raises:
+            ValueError: as `Chat`, or its vision tower does not take two frames together.
+        """
         from transformers import AutoConfig, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         vision = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True).vision_config
-        return cls(tokenizer, vision.patch_size * vision.spatial_merge_size)
+        if vision.temporal_patch_size != FRAMES_PER_VIDEO_PAD:
+            raise ValueError(
+                f"The vision tower in {path} takes {vision.temporal_patch_size} frames together; a Qwen3-VL takes "
+                f"{FRAMES_PER_VIDEO_PAD}."
+            )
+        return cls(tokenizer, vision.patch_size * vision.spatial_merge_size, frames_as)
 
     def _control(self, token: str) -> int:
         if token not in self._added:
@@ -254,18 +285,49 @@ class Chat:
         return out
 
     def expand(self, ids: Sequence[int], frames: Sequence[Frame]) -> list[int]:
-        """Replace each image pad by as many as its frame has visual tokens: what the engine does.
+        """Replace each pad by what it stands for: what the engine does.
 
         Raises:
-            ValueError: there is not one frame for each image pad.
+            ValueError: as `pieces`.
         """
-        if sum(token == self.image_pad for token in ids) != len(frames):
-            raise ValueError(f"{len(frames)} frames do not match the image pads of the prompt.")
+        return [token for piece in self.pieces(ids, frames) for token in piece]
+
+    def pieces(self, ids: Sequence[int], frames: Sequence[Frame]) -> list[list[int]]:
+        """What each of un-expanded ids becomes: itself, or what a pad stands for.
+
+        An image pad becomes as many as its frame has visual tokens. A video pad becomes the mean time of its frames in
+        text and, between vision marks, as many pads as one frame has visual tokens.
+
+        Raises:
+            ValueError: the frames are not those of the pads.
+        """
+        pictures = iter(self.pictures(ids, frames))
+        pads = (self.image_pad, self.video_pad)
+        return [self._shown(next(pictures)) if token in pads else [token] for token in ids]
+
+    def pictures(self, ids: Sequence[int], frames: Sequence[Frame]) -> list[Picture]:
+        """The frames that each pad of un-expanded ids stands for, in order.
+
+        Raises:
+            ValueError: there are more or fewer frames than the pads stand for.
+        """
+        sizes = {self.image_pad: 1, self.video_pad: FRAMES_PER_VIDEO_PAD}
+        counts = [sizes[token] for token in ids if token in sizes]
+        if sum(counts) != len(frames):
+            raise ValueError(
+                f"{len(frames)} frames do not match the {counts.count(1)} image pads and "
+                f"{counts.count(FRAMES_PER_VIDEO_PAD)} video pads of the prompt."
+            )
         remaining = iter(frames)
-        expanded: list[int] = []
-        for token in ids:
-            expanded += [token] * (self.visual_tokens(next(remaining)) if token == self.image_pad else 1)
-        return expanded
+        return [tuple(islice(remaining, count)) for count in counts]
+
+    def _shown(self, picture: Picture) -> list[int]:
+        """What the engine makes of the pad of a picture."""
+        tokens = self.visual_tokens(picture[0])
+        if len(picture) == 1:
+            return [self.image_pad] * tokens
+        time = self.encode_text(_time_text((picture[0].time_s + picture[-1].time_s) / 2))
+        return [*time, self.vision_start, *[self.video_pad] * tokens, self.vision_end]
 
     def visual_tokens(self, frame: Frame) -> int:
         """Visual tokens of one frame: one for each `patch_factor` x `patch_factor` pixels."""
@@ -292,8 +354,25 @@ class Chat:
             return self._assistant(THINK_PREFIX) + self._assistant(text[len(THINK_PREFIX) :])
         return self._parts(assistant_parts(text))
 
-    def _parts(self, parts: Iterable[str | Tag | Frame]) -> list[int]:
-        """Encode text and tags; adjacent plain texts are encoded as one."""
+    def _placed(self, parts: Iterable[Part]) -> Iterator[str | Tag | Picture]:
+        """The same parts with a picture for each pad."""
+        for part in parts:
+            if isinstance(part, Frame):
+                yield (part,)
+            elif not isinstance(part, Video):
+                yield part
+            elif self._as_video:
+                missing = -len(part.frames) % FRAMES_PER_VIDEO_PAD
+                frames = part.frames + part.frames[-1:] * missing  # as Qwen3-VL's processor does
+                for at in range(0, len(frames), FRAMES_PER_VIDEO_PAD):
+                    yield frames[at : at + FRAMES_PER_VIDEO_PAD]
+            else:
+                for frame in part.frames:
+                    yield _time_text(frame.time_s)
+                    yield (frame,)
+
+    def _parts(self, parts: Iterable[str | Tag | Picture]) -> list[int]:
+        """Encode text, tags and pictures; adjacent plain texts are encoded as one."""
         ids: list[int] = []
         plain = ""
         for part in parts:
@@ -302,21 +381,24 @@ class Chat:
                 continue
             ids += self.encode_text(plain) if plain else []
             plain = ""
-            if isinstance(part, Frame):
-                ids += [self.vision_start, self.image_pad, self.vision_end]
-            else:
+            if isinstance(part, Tag):
                 ids += [self._added[part.text]] if part.text in self._added else self.encode_text(part.text)
+            elif len(part) == 1:
+                ids += [self.vision_start, self.image_pad, self.vision_end]
+            else:  # its marks come with its time, when it is expanded
+                ids.append(self.video_pad)
         return ids + (self.encode_text(plain) if plain else [])
 
     def _message(self, out: Rendered, message: Message) -> None:
         header = [self.im_start, *self.encode_text(f"{message.role}\n")]
         self._extend(out, header)
         if message.role == "assistant":
-            text = "".join(p.text if isinstance(p, Tag) else p for p in message.parts if not isinstance(p, Frame))
+            text = "".join(p if isinstance(p, str) else p.text for p in message.parts if isinstance(p, str | Tag))
             self._extend(out, [*self._assistant(text), self.im_end], trained=True)
         else:
-            out.frames += [part for part in message.parts if isinstance(part, Frame)]
-            self._extend(out, [*self._parts(message.parts), self.im_end])
+            placed = list(self._placed(message.parts))
+            out.frames += [frame for part in placed if isinstance(part, tuple) for frame in part]
+            self._extend(out, [*self._parts(placed), self.im_end])
         self._extend(out, self.encode_text("\n"))
 
     @staticmethod

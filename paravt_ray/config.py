@@ -46,6 +46,10 @@ class ModelConfig:
     """Largest crop frame in pixels after resizing."""
     min_pixels: int = 784
     """Smallest frame in pixels after resizing."""
+    frames_as: str = "images"
+    """How a video's frames are shown, in SFT, RL, evaluation and `paravt ask` alike. `images`: each as an image after
+    its time; `video`: two together after their mean time, as Qwen3-VL's processor shows a video, for half the tokens.
+    """
 
 
 @dataclass
@@ -357,6 +361,7 @@ class Config:
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
+    "model.frames_as": ("images", "video"),
     "rollout.dispatch": ("parallel", "sequential"),
     "rollout.reply": ("summary", "frames"),
     "reward.open_ended": ("f1", "exact", "judge"),

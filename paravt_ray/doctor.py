@@ -235,30 +235,30 @@ def check_cluster(config: Config) -> Iterable[Line]:
 
 def check_model(config: Config) -> Iterable[Line]:
     """Whether the checkpoint is there, its processor sees frames as the renderer does, and a rank can hold it."""
-    from paravt_ray.chat import Chat
+    from paravt_ray.chat import Chat, Video
 
     directory = model_directory(config)
     try:
-        chat = Chat.from_pretrained(directory)
+        chat = Chat.from_pretrained(directory, config.model.frames_as)
     except (OSError, ValueError) as error:
         raise UserError(f"The tokenizer or configuration in {directory} cannot be loaded: {error}") from error
     yield Line("ok", f"Model {directory}")
-    frames = _example_frames(config, chat.patch_factor)
-    ours, theirs = chat.expand(*_prompt_of(chat, frames)), _processor_ids(directory, chat, frames)
+    videos = _example_videos(config, chat.patch_factor)
+    frames = sum(len(video.frames) for video in videos)
+    ours, theirs = _renderer_ids(chat, videos), _processor_ids(directory, chat, videos, config.model.frames_as)
     if ours != theirs:
         yield Line(
             "failure",
-            f"The checkpoint's processor makes {len(theirs)} tokens of {len(frames)} frames, the renderer {len(ours)}: "
+            f"The checkpoint's processor makes {len(theirs)} tokens of {frames} frames, the renderer {len(ours)}: "
             f"its preprocessor_config.json has another patch or merge size than its config.json.",
         )
         return
-    yield Line("ok", f"Token parity: processor and renderer agree on {len(ours)} tokens of {len(frames)} frames")
-    largest = max(chat.visual_tokens(frame) for frame in frames)
+    yield Line("ok", f"Token parity: processor and renderer agree on {len(ours)} tokens of {frames} frames")
     most = max(config.rollout.frame_budgets) if config.rollout.gating else config.rollout.overview_frames
-    text = (
-        f"{most} overview frames take {most * (largest + 2)} of {config.model.context_length} tokens beside their times"
-    )
-    fits = most * (largest + 2) + config.rollout.max_new_tokens <= config.model.context_length
+    largest = max((video.frames[0] for video in videos), key=chat.visual_tokens)
+    needed = len(_renderer_ids(chat, [Video((largest,) * most)]))
+    text = f"{most} overview frames take {needed} of {config.model.context_length} tokens"
+    fits = needed + config.rollout.max_new_tokens <= config.model.context_length
     hint = "too many beside rollout.max_new_tokens; lower model.overview_max_pixels or raise model.context_length."
     yield Line("ok", text) if fits else Line("failure", f"{text}: {hint}")
     yield _learner_memory(config, directory)
@@ -337,10 +337,11 @@ def _write_clip(path: Path) -> None:
         container.mux(stream.encode(None))
 
 
-def _example_frames(config: Config, patch_factor: int) -> list[Any]:
-    """Frames as the crop service sizes them: wide, tall and square, for overviews and crops."""
+def _example_videos(config: Config, patch_factor: int) -> list[Any]:
+    """Videos of one, two and three frames as the crop service sizes them: wide, tall, square, overviews and crops."""
     import numpy as np
 
+    from paravt_ray.chat import Video
     from paravt_ray.episode import Frame
     from tool_workers.records import Limits
     from tool_workers.sizes import fit_size
@@ -349,24 +350,44 @@ def _example_frames(config: Config, patch_factor: int) -> list[Any]:
     for max_pixels in (config.model.overview_max_pixels, config.model.crop_max_pixels):
         limits = Limits(max_pixels, min(config.model.min_pixels, max_pixels), patch_factor)
         sizes |= {fit_size(width, height, limits) for width, height in ((1920, 1080), (480, 854), (640, 640))}
-    return [
-        Frame(np.zeros((height, width, 3), np.uint8), float(index), f"{index}")
-        for index, (width, height) in enumerate(sorted(sizes))
-    ]
+    videos = []
+    for width, height in sorted(sizes):
+        for times in ((0.0,), (2.0, 7.04), (11.0, 11.3, 75.0)):
+            pixels = np.zeros((height, width, 3), np.uint8)
+            videos.append(Video(tuple(Frame(pixels, time, f"{width}x{height}@{time}") for time in times)))
+    return videos
 
 
-def _prompt_of(chat: Any, frames: list[Any]) -> tuple[list[int], list[Any]]:
-    return [chat.vision_start, chat.image_pad, chat.vision_end] * len(frames), frames
+def _renderer_ids(chat: Any, videos: list[Any]) -> list[int]:
+    """The ids of the videos alone, as the renderer says that the engine will see them."""
+    from paravt_ray.chat import Message
+
+    def ids(parts: tuple[Any, ...]) -> list[int]:
+        rendered = chat.render([Message("user", parts)])
+        return list(chat.expand(rendered.ids, rendered.frames))
+
+    empty = ids(())
+    header = len(empty) - 1 - len(chat.encode_text("\n"))  # the end of turn and a line break close a message
+    return ids(tuple(videos))[header : header - len(empty)]
 
 
-def _processor_ids(directory: Path, chat: Any, frames: list[Any]) -> list[int]:
-    """The ids that the checkpoint's own processor makes of the frames alone, without resizing them again."""
+def _processor_ids(directory: Path, chat: Any, videos: list[Any], frames_as: str) -> list[int]:
+    """The ids that the checkpoint's own processor makes of the videos alone, without resizing or sampling frames."""
+    import numpy as np
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    text = chat.decode([chat.vision_start, chat.image_pad, chat.vision_end]) * len(frames)
-    inputs = processor(text=[text], images=[frame.pixels for frame in frames], do_resize=False)
-    ids: list[int] = list(inputs["input_ids"][0])
+    ids: list[int] = []
+    for video in videos:
+        pixels, seconds = [frame.pixels for frame in video.frames], [frame.time_s for frame in video.frames]
+        if frames_as == "video":
+            metadata = {"fps": 1.0, "frames_indices": seconds, "total_num_frames": len(seconds)}
+            settings = {"videos": [np.stack(pixels)], "video_metadata": [metadata], "do_sample_frames": False}
+            text = processor.video_token
+        else:
+            image = chat.decode([chat.vision_start, chat.image_pad, chat.vision_end])
+            settings, text = {"images": pixels}, "".join(f"<{time:.1f} seconds>{image}" for time in seconds)
+        ids += processor(text=[text], do_resize=False, **settings)["input_ids"][0]
     return ids
 
 

@@ -130,8 +130,8 @@ class Frame:
 class Trajectory:
     """One append-only token sequence with everything the learner needs; all lists have the same length T.
 
-    Written only by `append_prompt` and `append_generated`. `prompt_ids` holds one image pad per frame, as they are
-    handed to the engine; `token_ids` holds the engine's own expanded ids, the only truth.
+    Written only by `append_prompt` and `append_generated`. `prompt_ids` holds one image pad for a frame, or one video
+    pad for two, as they are handed to the engine; `token_ids` holds the engine's own expanded ids, the only truth.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -142,9 +142,9 @@ class Trajectory:
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token; NOT_GENERATED elsewhere."""
     frames: list[Frame] = field(default_factory=list)
-    """Frames in the order of their image pads."""
+    """Frames in the order of their pads; the last of an odd number of a video's frames stands twice (`Rendered`)."""
     prompt_ids: list[int] = field(default_factory=list)
-    """The same sequence with un-expanded image pads, as sent to the engine for the next turn."""
+    """The same sequence with un-expanded pads, as sent to the engine for the next turn."""
 
     def append_prompt(self, expanded_ids: list[int], prompt_ids: list[int], frames: list[Frame]) -> None:
         """Append tokens that the policy did not sample: a prompt, replies, a forced prefix."""

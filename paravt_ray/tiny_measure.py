@@ -58,7 +58,7 @@ def measure(config: Config, questions: Sequence[Question], logs: Path) -> dict[s
         UserError: the engine does not start.
         ValueError: the questions are not those of the file, or a rollout failed.
     """
-    chat = Chat.from_pretrained(model_directory(config))
+    chat = Chat.from_pretrained(model_directory(config), config.model.frames_as)
     with started_fleet(config, chat, logs) as fleet:
         return {f"t{t:g}": slices(roll_out(fleet, config, questions, t)) for t in TEMPERATURES}
 

@@ -74,7 +74,7 @@ class Trainer:
         """
         self.config, self.model, self.run_dir, self.progress = config, model, run, progress
         self.prompts = PromptQueue(config, samples)
-        self.chat = Chat.from_pretrained(model)
+        self.chat = Chat.from_pretrained(model, config.model.frames_as)
         self.version = 0
         """Steps done, and the version of the weights that the learner holds after them."""
         self.seconds: dict[str, float] = {}

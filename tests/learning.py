@@ -40,10 +40,10 @@ def make_frame(number: int, height: int = 32, width: int = 32) -> Frame:
 
 def make_row(chat: Chat, frames: Sequence[Frame], answer: str, group: int = 0, sequence: int = 0) -> TrainRow:
     """A conversation with one assistant turn, all of whose tokens count as generated, with made-up advantages."""
-    prompt = chat.prompt(main_messages("which?", frames)) if frames else chat.prompt([Message("user", ("which?",))])
+    prompt = chat.prompt(main_messages("which?", [frames])) if frames else chat.prompt([Message("user", ("which?",))])
     reply = chat.render([Message("assistant", assistant_parts(answer))])
     said = [token for token, trained in zip(reply.ids, reply.trained, strict=True) if trained]
-    ids = np.asarray([*chat.expand(prompt.ids, frames), *said], np.int64)
+    ids = np.asarray([*chat.expand(prompt.ids, prompt.frames), *said], np.int64)
     generated = np.arange(len(ids)) >= len(ids) - len(said)
     noise = np.random.default_rng([group, sequence, len(ids)])
     return TrainRow(
@@ -52,7 +52,7 @@ def make_row(chat: Chat, frames: Sequence[Frame], answer: str, group: int = 0, s
         advantages=np.where(generated, noise.normal(), 0).astype(np.float32),
         behaviour_logprobs=np.where(generated, -noise.uniform(4, 6, len(ids)), 0).astype(np.float32),
         versions=np.where(generated, 0, -1).astype(np.int32),
-        frames=list(frames),
+        frames=prompt.frames,
         group_index=group,
         sequence_index=sequence,
     )

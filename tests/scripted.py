@@ -1,6 +1,6 @@
 """An engine and a crop service that follow a script, for tests of what happens around them.
 
-The engine expands image pads by itself, from the pixels alone, as the real one does.
+The engine expands pads by itself, from pixels and times alone, as the real one does.
 """
 
 from __future__ import annotations
@@ -83,15 +83,20 @@ def generation(chat: Chat, request: Request, output: str | list[int], version: i
 
 
 def engine_expand(chat: Chat, ids: Sequence[int], frames: Sequence[Frame]) -> list[int]:
-    """One pad becomes one for each 32x32 pixels."""
+    """One pad becomes one for each 32x32 pixels; a video pad stands for two frames and brings their time and marks."""
     pads = iter(frames)
     out: list[int] = []
     for token in ids:
-        if token == chat.image_pad:
-            pixels = next(pads).pixels
-            out += [token] * (pixels.shape[0] // 32 * (pixels.shape[1] // 32))
-        else:
+        if token not in (chat.image_pad, chat.video_pad):
             out.append(token)
+            continue
+        frame = next(pads)
+        shown = [token] * (frame.pixels.shape[0] // 32 * (frame.pixels.shape[1] // 32))
+        if token == chat.video_pad:
+            time_text = f"<{(frame.time_s + next(pads).time_s) / 2:.1f} seconds>"
+            time = chat.tokenizer.encode(time_text, add_special_tokens=False)
+            shown = [*time, chat.vision_start, *shown, chat.vision_end]
+        out += shown
     return out
 
 

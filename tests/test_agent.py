@@ -212,6 +212,45 @@ def test_reply_frames_go_into_the_main_context(chat: Chat) -> None:
     assert statuses(episode) == [CallStatus.SERVED] * 2
 
 
+@pytest.fixture(scope="module")
+def video_chat(chat: Chat) -> Chat:
+    return Chat(chat.tokenizer, 32, frames_as="video")
+
+
+def test_videos_in_replies_extend_the_prompt(video_chat: Chat) -> None:
+    config = small_config()
+    config.rollout.reply = "frames"
+    turns = calls_text((5, 8), (50, 52)), calls_text((20, 25)), answer_text()
+    engine = ScriptedEngine(video_chat, by_turn(*turns))
+    episode = one(engine, config=config, frame_budget=3)
+    assert statuses(episode) == [CallStatus.SERVED] * 3
+    assert episode.overview_times == [10.0, 30.0, 50.0]
+    first, second, third = (request.prompt_ids for request in engine.main_requests())
+    assert second[: len(first)] == first
+    assert third[: len(second)] == second
+    shown = video_chat.decode(episode.trajectory.token_ids)
+    group = "<|vision_start|><|video_pad|><|vision_end|>"
+    assert f"user\n<20.0 seconds>{group}<50.0 seconds>{group}\nWhich letter?" in shown
+    assert f"<tool_response>\n5 to 8 s:\n<5.5 seconds>{group}<7.0 seconds>{group}\n</tool_response>" in shown
+    assert f"25 s:\n<20.5 seconds>{group}<22.5 seconds>{group}<24.0 seconds>{group}\n</tool_response>" in shown
+
+
+def test_a_subagent_sees_its_crop_as_a_video(video_chat: Chat) -> None:
+    episode = one(ScriptedEngine(video_chat, by_turn(calls_text((5, 9)), answer_text())))
+    subagent = episode.call_records[0].subagent
+    assert subagent is not None
+    assert "<5.5 seconds><|vision_start|>" in video_chat.decode(subagent.token_ids)
+    assert subagent.token_ids.count(video_chat.video_pad) == 2
+
+
+def test_frames_of_two_videos_are_never_one_group(video_chat: Chat) -> None:
+    engine = ScriptedEngine(video_chat, by_turn(answer_text()))
+    episode = one(engine, videos=("/v/a.mp4", "/w/b.mp4"), frame_budget=6)
+    pictures = video_chat.pictures(engine.requests[0].prompt_ids, episode.trajectory.frames)
+    names = [[frame.key.split("@")[0] for frame in picture] for picture in pictures]
+    assert names == [["/v/a.mp4"] * 2] * 2 + [["/w/b.mp4"] * 2] * 2
+
+
 # -- calls that are not simply served --------------------------------------------------------------------------------
 
 

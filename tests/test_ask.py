@@ -104,7 +104,9 @@ def test_nothing_printed_moves_the_terminal() -> None:
 
 
 @pytest.mark.parametrize("reply", ["summary", "frames"])
-def test_page_holds_every_frame_as_it_was_seen(chat: Chat, reply: str) -> None:
+@pytest.mark.parametrize("frames_as", ["images", "video"])
+def test_page_holds_every_frame_as_it_was_seen(chat: Chat, frames_as: str, reply: str) -> None:
+    chat = Chat(chat.tokenizer, chat.patch_factor, frames_as)
     page = Page(episode_page(episode_of(chat, calls_text((30, 33)), answer_text(), reply=reply), CLIP))
     reds = [int(image[0, 0, 0]) for image in page.images]
     assert reds == [7, 22, 37, 52, 30, 31, 32], "four of the overview, three of the crop, the red value is the second"

@@ -181,7 +181,7 @@ def test_trl_is_given_the_prompts_that_our_renderer_writes(model: Path) -> None:
     said = rendered.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
     turn = parse_turn(said, think_prefilled=False)
     assert [(c.ok, c.start_time, c.end_time) for c in turn.calls] == [(True, 1.0, 2.0)]
-    ours = chat.prompt(main_messages(text, frames), think_prefix=True)
+    ours = chat.prompt(main_messages(text, [frames]), think_prefix=True)
     prefix = chat.decode(ours.ids).removesuffix("<think>\n")
     replies = [Reply(frames_reply((1, 2)), tuple(frames)), Reply("Error: none")]
     suffix = chat.replies(replies, closed=True, think_prefix=True, force_answer=False)

@@ -116,27 +116,31 @@ def test_a_running_cluster_is_asked_what_is_free() -> None:
 # The other checks
 
 
-def test_processor_and_renderer_agree(checkpoint: Path) -> None:
-    lines = list(doctor.check_model(config(model={"path": str(checkpoint)})))
+@pytest.mark.parametrize("frames_as", ["images", "video"])
+def test_processor_and_renderer_agree(checkpoint: Path, frames_as: str) -> None:
+    lines = list(doctor.check_model(config(model={"path": str(checkpoint), "frames_as": frames_as})))
     assert levels(lines) == ["ok", "ok", "ok", "ok"]
     assert "Token parity" in lines[1].text
 
 
-def test_a_processor_with_another_patch_size_is_found(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("frames_as", ["images", "video"])
+def test_a_processor_with_another_patch_size_is_found(checkpoint: Path, tmp_path: Path, frames_as: str) -> None:
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (tmp_path / name).exists():
             text = (tmp_path / name).read_text()
             (tmp_path / name).write_text(text.replace('"patch_size": 16', '"patch_size": 8'))
-    *_, last = doctor.check_model(config(model={"path": str(tmp_path)}))
+    *_, last = doctor.check_model(config(model={"path": str(tmp_path), "frames_as": frames_as}))
     assert last.level == "failure"
     assert "another patch or merge size" in last.text
 
 
 def test_overviews_that_cannot_fit_are_found(checkpoint: Path) -> None:
-    settings = config(model={"path": str(checkpoint), "context_length": 4096})
+    settings = config(model={"path": str(checkpoint), "context_length": 5120})
     assert levels(doctor.check_model(settings)) == ["ok", "ok", "failure", "ok"]
+    settings.model.frames_as = "video"
+    assert levels(doctor.check_model(settings)) == ["ok", "ok", "ok", "ok"]
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model_type": "llama"}'])

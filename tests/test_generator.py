@@ -24,9 +24,11 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tiny import make_tiny_checkpoint
 
-from paravt_ray.chat import Chat
+from paravt_ray.chat import Chat, Message, Reply, Video
 from paravt_ray.config import Config
-from paravt_ray.episode import Frame
+from paravt_ray.episode import Frame, TrainRow, Trajectory
+from paravt_ray.learner.batching import Collator
+from paravt_ray.learner.policy import Policy
 from paravt_ray.rollout.canary import CanaryError, canary_row, check_canary
 from paravt_ray.rollout.engine import EngineError, Generation, Sampling
 from paravt_ray.rollout.fleet import FleetError, GeneratorFleet
@@ -123,6 +125,12 @@ def make_frames(count: int, height: int, width: int, seed: int) -> list[Frame]:
     return [Frame(image, float(i), f"{seed}/{i}/{height}x{width}") for i, image in enumerate(pixels)]
 
 
+def at_odd_times(frames: Sequence[Frame]) -> list[Frame]:
+    """The same frames with gaps of 0.3 s and more between them."""
+    times = np.cumsum(np.random.default_rng(len(frames)).uniform(0.3, 9.0, len(frames))).tolist()
+    return [Frame(frame.pixels, time, f"{frame.key}@{time}") for frame, time in zip(frames, times, strict=True)]
+
+
 def make_config(path: Path) -> Config:
     config = Config()
     config.model.path = str(path)
@@ -190,6 +198,32 @@ def test_logprobs_are_the_learners_under_load_and_preemption(rig: Rig) -> None:
     assert worst < EXACT
 
 
+def test_videos_of_any_length_and_spacing_are_the_learners_too(rig: Rig) -> None:
+    """A prompt with a video, then a reply with another one: ids and log-probs of the learner's own parts."""
+    path = rig.config.model.path
+    chat, collator = Chat.from_pretrained(path, "video"), Collator(path)
+    policy = Policy.from_pretrained(path, torch.float32, chunk_tokens=64)
+    policy.model.load_state_dict(rig.reference.model.state_dict())
+    shapes = [(1, 32, 32), (4, 64, 96), (7, 64, 64), (16, 224, 224)]
+    shown = [at_odd_times(make_frames(*shape, seed=20 + n)) for n, shape in enumerate(shapes)]
+    trajectories = [Trajectory() for _ in shapes]
+    turns = [[chat.prompt([Message("user", (Video(tuple(frames)), "Which colour is it?"))]) for frames in shown]]
+    turns.append([chat.replies([Reply("look:", tuple(frames))], False, True, True) for frames in [*shown[1:3]] * 2])
+    for suffixes in turns:
+        whole = [(t.prompt_ids + s.ids, t.frames + s.frames) for t, s in zip(trajectories, suffixes, strict=True)]
+        for trajectory, suffix, generation in zip(trajectories, suffixes, rig.generate(whole, 40), strict=True):
+            expanded = chat.expand(suffix.ids, suffix.frames)
+            assert generation.prompt_token_ids == trajectory.token_ids + expanded
+            trajectory.append_prompt(expanded, suffix.ids, suffix.frames)
+            trajectory.append_generated(generation.token_ids, generation.logprobs, generation.version)
+    for trajectory in trajectories:
+        row = TrainRow.of(trajectory)
+        collator.check(row)
+        with torch.no_grad():
+            logprobs, _ = policy(collator.collate([row], [0]), TEMPERATURE)
+        assert np.abs(logprobs.numpy() - row.behaviour_logprobs[row.generated]).max() < EXACT
+
+
 def test_the_seed_decides(rig: Rig) -> None:
     prompt = rig.prompt(make_frames(2, 32, 32, seed=9))
     first, again, other = (rig.generate([prompt], 40, seed)[0].token_ids for seed in (3, 3, 4))
@@ -200,10 +234,11 @@ def test_the_seed_decides(rig: Rig) -> None:
     ("make", "message"),
     [
         (lambda rig: rig.prompt(make_frames(1, 50, 70, seed=5)), "it resized a frame"),
+        (lambda rig: ([rig.chat.video_pad, 5], make_frames(2, 40, 40, seed=6)), "The engine failed on a request"),
         (lambda rig: (rig.chat.encode_text("a" * 3000), []), "The engine failed on a request"),
-        (lambda rig: ([rig.chat.image_pad, 5], []), "1 image pads for 0 frames"),
+        (lambda rig: ([rig.chat.image_pad, 5], []), "0 frames do not match the 1 image pads"),
     ],
-    ids=["odd_frame", "too_long", "pad_without_frame"],
+    ids=["odd_frame", "odd_video", "too_long", "pad_without_frame"],
 )
 def test_what_cannot_be_sampled_is_an_engine_error(rig: Rig, make: Callable[[Rig], Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):

@@ -122,6 +122,80 @@ def test_positions_and_pixels_are_those_of_transformers(path: Path, rows: list[T
             assert torch.equal(batch.frame_grid, pixels["image_grid_thw"])
 
 
+TIMES = [0.25, 1.0, 7.5, 31.96, 40.04]
+
+
+@pytest.fixture(scope="module")
+def video_row(path: Path) -> TrainRow:
+    """A row with a video of an odd number of frames at irregular times."""
+    noise = [make_frame(number, 64, 96) for number in range(len(TIMES))]
+    frames = [Frame(frame.pixels, time, frame.key) for frame, time in zip(noise, TIMES, strict=True)]
+    return make_row(Chat.from_pretrained(path, "video"), frames, "<think>\nred</think><answer>A</answer>")
+
+
+def test_a_video_in_groups_is_the_whole_video_of_transformers(
+    path: Path, rows: list[TrainRow], video_row: TrainRow, reference: Reference
+) -> None:
+    """Ids, pixels, positions and log-probs, alone and packed with rows that show images."""
+    from transformers import AutoProcessor
+
+    pixels = np.stack([frame.pixels for frame in video_row.frames[: len(TIMES)]])
+    seen = AutoProcessor.from_pretrained(path)(
+        text=["<|video_pad|>"],
+        videos=[pixels],
+        video_metadata=[{"fps": 1.0, "frames_indices": list(TIMES), "total_num_frames": len(TIMES)}],
+        do_resize=False,
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    grid, ids = seen["video_grid_thw"], torch.from_numpy(video_row.token_ids)[None]
+    assert grid.tolist() == [[3, 4, 6]]
+    assert (
+        seen["input_ids"][0].tolist()
+        in np.lib.stride_tricks.sliding_window_view(video_row.token_ids, seen["input_ids"].shape[1]).tolist()
+    )
+    collator = Collator(path)
+    collator.check(video_row)
+    batch = collator.collate([video_row], [0])
+    assert torch.equal(batch.pixel_values, seen["pixel_values_videos"])
+    is_video = 2 * (ids == reference.model.config.video_token_id).int()
+    expected = reference.model.model.get_rope_index(ids, is_video, None, grid)[0]
+    np.testing.assert_array_equal(batch.position_ids, expected)
+    with torch.no_grad():
+        logits = reference.model(
+            input_ids=ids,
+            mm_token_type_ids=is_video,
+            pixel_values_videos=seen["pixel_values_videos"],
+            video_grid_thw=grid,
+        ).logits[0]
+    log_p = torch.log_softmax(logits[:-1] / 0.7, -1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    config = make_config()
+    config.rollout.temperature = 0.7
+    learner = make_learner(path, config)
+    alone, packed = learner.logprobs([video_row])[0], learner.logprobs([*rows, video_row])
+    learner.close()
+    where = np.flatnonzero(video_row.generated)
+    np.testing.assert_allclose(alone[where], log_p[where - 1], atol=1e-5)
+    np.testing.assert_allclose(packed[len(rows)], alone, atol=1e-5)
+    np.testing.assert_allclose(packed[1], reference.logprobs(rows[1], 0.7), atol=2e-5)
+
+
+@pytest.mark.parametrize("fault", ["frame missing", "two sizes", "two kinds", "frame too many"])
+def test_videos_that_do_not_line_up_are_refused(path: Path, video_row: TrainRow, fault: str) -> None:
+    row = TrainRow(**{**vars(video_row), "token_ids": video_row.token_ids.copy(), "frames": [*video_row.frames]})
+    pads = np.flatnonzero(row.token_ids == Chat.from_pretrained(path).video_pad)
+    if fault == "frame missing":
+        row.frames.pop()
+    elif fault == "two sizes":
+        row.frames[1] = make_frame(1, 96, 64)
+    elif fault == "two kinds":
+        row.token_ids[pads[1]] = Chat.from_pretrained(path).image_pad
+    else:
+        row.frames.append(row.frames[-1])
+    with pytest.raises(InvalidTrajectoryError, match="18 pads do not stand where"):
+        Collator(path).check(row)
+
+
 def test_a_frame_below_the_processors_smallest_size_is_not_enlarged(path: Path, chat: Chat) -> None:
     processor = Collator(path)._processor
     processor.size = {"shortest_edge": 64 * 64, "longest_edge": 1 << 20}

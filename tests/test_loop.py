@@ -11,9 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from paravt_ray.chat import Chat, main_messages, question_text
+from paravt_ray.config import Config, model_directory
 from paravt_ray.data.synth import SynthSizes, synthesize
+from paravt_ray.episode import Frame
 from paravt_ray.tracking.run_dir import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent
@@ -76,6 +80,28 @@ def test_every_step_is_exact_and_written_down(run: Path) -> None:
         for group in {e["group"] for e in told}:
             assert len({e["frame_budget"] for e in told if e["group"] == group}) == 1
     assert steps[0]["train/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_with_frames_as_a_video_is_exact_too(data: Path, tmp_path: Path) -> None:
+    """One turn an episode, so that what was not sampled is the prompt: as long as the renderer makes it for a video."""
+    settings = ("model.frames_as=video", "rollout.frame_budgets=[5]", "rollout.max_tool_turns=0", "data.valid=")
+    result = train(data, tmp_path / "run", "trainer.steps=1", *settings)
+    assert result.returncode == 0, result.stdout + result.stderr
+    line = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (line["step"], line["rollout/failed"]) == (1, 0)
+    assert line["train/logp_gap"] <= 1e-5
+    assert line["sync/canary_gap"] <= 1e-4
+    chat = Chat.from_pretrained(model_directory(Config()), "video")
+    told = episodes(tmp_path / "run", 1)
+    assert len(told) == 8
+    for episode in told:
+        frames = [Frame(np.zeros((32, 32, 3), np.uint8), time, f"{time}") for time in episode["overview_times"]]
+        question = question_text(episode["sample"]["question"], episode["sample"]["videos"])
+        prompt = chat.prompt(main_messages(question, [frames], tools={}), think_prefix=True)
+        assert prompt.ids.count(chat.video_pad) == 3
+        expanded = chat.expand(prompt.ids, prompt.frames)
+        assert episode["tokens"]["sequence"] - episode["tokens"]["sampled"] == len(expanded)
 
 
 @pytest.mark.slow

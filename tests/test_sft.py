@@ -127,9 +127,19 @@ def test_loss_is_on_assistant_text_and_its_end_of_turn_alone(config: Config, cha
 def test_a_prompt_is_rendered_as_in_reinforcement_learning(config: Config, chat: Chat) -> None:
     (row,) = build(config, chat, [simple("v0.mp4#frames=4", "x")])
     assert len(row.frames) == 4
-    expected = chat.prompt(main_messages("which?", row.frames))
+    expected = chat.prompt(main_messages("which?", [row.frames]))
     ids = chat.expand(expected.ids, row.frames)
     assert row.token_ids[: len(ids)].tolist() == ids
+
+
+def test_a_video_is_rendered_as_in_reinforcement_learning(config: Config, chat: Chat) -> None:
+    video_chat = Chat(chat.tokenizer, chat.patch_factor, frames_as="video")
+    (row,) = build(config, video_chat, [simple("v0.mp4#frames=5", "x")])
+    expected = video_chat.prompt(main_messages("which?", [row.frames[:5]]))
+    ids = video_chat.expand(expected.ids, expected.frames)
+    assert row.token_ids[: len(ids)].tolist() == ids
+    assert row.frames == expected.frames
+    assert chat.decode(row.token_ids[row.generated].tolist()) == "x<|im_end|>"
 
 
 def test_a_window_shows_the_frames_of_that_window_with_their_times(config: Config, chat: Chat) -> None:

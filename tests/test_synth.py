@@ -15,10 +15,10 @@ from paravt_ray.chat import (
     Chat,
     Message,
     Reply,
+    Video,
     assistant_parts,
     main_messages,
     subagent_messages,
-    timed,
     user_parts,
 )
 from paravt_ray.data.reader import read_rows
@@ -135,7 +135,7 @@ def test_prompts_of_traces_are_those_of_rollouts(chat: Chat) -> None:
         question = draw_question(CLIPS[7], kind, rng)
         frames = [blank_frame(time) for time in overview_times(question.clip, 8)]
         trace = main_trace(question, 8, "json", rng)
-        expected = chat.prompt(main_messages(question.text, frames), think_prefix=True).ids
+        expected = chat.prompt(main_messages(question.text, [frames]), think_prefix=True).ids
         assert chat.render([as_message(m, frames) for m in trace]).ids[: len(expected)] == expected
         window = question.windows[0]
         crop_frames = [blank_frame(time) for time in crop_seconds(window)]
@@ -319,7 +319,7 @@ def as_message(message: dict, frames: list[Frame]) -> Message:  # type: ignore[t
     parts: list[object] = []
     for part in message["content"]:
         if part["type"] == "video_url":
-            parts += timed(frames)
+            parts.append(Video(tuple(frames)))
         else:
             parts += user_parts(part["text"]) if message["role"] == "user" else assistant_parts(part["text"])
     return Message(message["role"], tuple(parts))  # type: ignore[arg-type]

@@ -153,6 +153,14 @@ def test_the_canarys_frame_keeps_the_pixel_limits(chat: Chat, largest: int, side
     assert len(np.unique(frame.pixels.reshape(-1, 3), axis=0)) == side * side
 
 
+def test_the_canarys_frame_is_shown_as_those_of_the_run(chat: Chat) -> None:
+    pads = []
+    for frames_as in ("images", "video"):
+        ids = canary_prompt(Chat(chat.tokenizer, 32, frames_as), Config()).ids
+        pads.append((ids.count(chat.image_pad), ids.count(chat.video_pad)))
+    assert pads == [(1, 0), (0, 1)]
+
+
 def test_a_canary_passes_within_the_tolerance_and_reports_the_gap(chat: Chat) -> None:
     run = make_run(chat)
     row = canary_row(run)

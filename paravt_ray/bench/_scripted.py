@@ -93,7 +93,8 @@ class ScriptedEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._number += 1
-        outputs = self._engine._llm.generate(_prompt(prompt_ids, frames), params, f"script-{id(self)}-{self._number}")
+        pictures = self._chat.pictures(prompt_ids, frames)
+        outputs = self._engine._llm.generate(_prompt(prompt_ids, pictures), params, f"script-{id(self)}-{self._number}")
         (output,) = [latest async for latest in outputs]
         (completion,) = output.outputs
         sampled = zip(completion.token_ids, completion.logprobs, strict=True)

@@ -141,7 +141,8 @@ class BareVllm:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._number += 1
-        outputs = self._llm.generate(_prompt(request.prompt_ids, request.frames), params, str(self._number))
+        prompt = _prompt(request.prompt_ids, chat.pictures(request.prompt_ids, request.frames))
+        outputs = self._llm.generate(prompt, params, str(self._number))
         (output,) = [latest async for latest in outputs]
         return len(output.outputs[0].token_ids)
 
@@ -188,10 +189,12 @@ def generator_row(model: Path, folder: Path, load: Load, rounds: int) -> Row:
 
 async def _prepare(pool: CropPool, config: Config, chat: Chat, sample: Sample) -> tuple[list[int], list[Frame]]:
     """The prompt of one question, as the agent loop renders it, and its frames."""
-    source = GroupFrames(pool, config, sample.videos, {}, chat.patch_factor)
-    frames = await source.overview(config.rollout.overview_frames)
-    messages = main_messages(question_text(sample.question, sample.videos), frames, tools={})
-    return chat.prompt(messages, config.rollout.think_prefix).ids, frames
+    overview = await GroupFrames(pool, config, sample.videos, {}, chat.patch_factor).overview(
+        config.rollout.overview_frames
+    )
+    messages = main_messages(question_text(sample.question, sample.videos), overview, tools={})
+    prompt = chat.prompt(messages, config.rollout.think_prefix)
+    return prompt.ids, prompt.frames
 
 
 def _generator_tokens_per_s(

@@ -96,7 +96,7 @@ class _RemoteEngine:
 def _episode(config: Config, spec: GroupSpec, logs: Path, observer: Observer) -> Episode:
     """Start what an episode needs, run it, and end everything again."""
     on_gpu = ray.cluster_resources().get("GPU", 0.0) > 0
-    chat = Chat.from_pretrained(config.model.path)
+    chat = Chat.from_pretrained(config.model.path, config.model.frames_as)
     with ExitStack() as stack:
         pool = crop_pool(config, chat.patch_factor)
         stack.callback(pool.close)

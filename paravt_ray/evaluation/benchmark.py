@@ -44,7 +44,7 @@ def run(config: Config) -> int:
     """
     label = _label(config)
     config = as_evaluated(config)
-    chat = Chat.from_pretrained(config.model.path)
+    chat = Chat.from_pretrained(config.model.path, config.model.frames_as)
     read = read_split(config, lambda text: len(chat.encode_text(text)))
     questions = {question_key(question): question for question in read}
     print(f"Reading the files of {config.model.path}: results are kept by their digest (a minute for a large model).")

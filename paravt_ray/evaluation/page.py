@@ -34,7 +34,7 @@ def episode_page(episode: Episode, clip: tuple[float, float]) -> str:
         episode: with its frames.
         clip: first and last second of the video that the time lines stand for.
     """
-    overview = episode.trajectory.frames[: len(episode.overview_times)]
+    overview = _different(episode.trajectory.frames)[: len(episode.overview_times)]
     names = ", ".join(video.rsplit("/", 1)[-1] for video in episode.sample.videos)
     body = [
         f"<h1>{_text(episode.sample.question)}</h1>",
@@ -79,10 +79,15 @@ def _call(record: CallRecord, episode: Episode, clip: tuple[float, float]) -> st
 def _frames_of(record: CallRecord, episode: Episode) -> list[Frame]:
     """A call's frames: those of its sub-agent, or, with `reply: frames`, those in the main agent's context."""
     if record.subagent is not None:
-        return record.subagent.frames
+        return _different(record.subagent.frames)
     shown = episode.trajectory.frames[len(episode.overview_times) :]
     found = {f.time_s: f for f in shown if f.key.startswith(f"{record.video}@") and f.time_s in record.timestamps}
-    return list(found.values())
+    return [found[time] for time in record.timestamps if time in found]
+
+
+def _different(frames: Sequence[Frame]) -> list[Frame]:
+    """Without the repetition of a frame, which closes a video of an odd number of them."""
+    return list(dict.fromkeys(frames))
 
 
 def _line(windows: Iterable[tuple[float, float]], clip: tuple[float, float], kind: str = "") -> str:

@@ -39,7 +39,7 @@ ROLLOUT_KEYS = (
     "overview_frames",
     "subagent_max_new_tokens",
 )
-MODEL_KEYS = ("dtype", "context_length", "overview_max_pixels", "crop_max_pixels", "min_pixels")
+MODEL_KEYS = ("dtype", "context_length", "overview_max_pixels", "crop_max_pixels", "min_pixels", "frames_as")
 TOOLS_KEYS = ("crop_fps", "crop_max_frames")
 EVAL_KEYS = ("mcq_answer_tokens", "other_answer_tokens")
 

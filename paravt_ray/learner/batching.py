@@ -2,6 +2,8 @@
 
 A micro-batch is one packed row of tokens without padding (see `attention`). Frames that its sequences share (the
 rollouts of one prompt see the same overview) go through the vision tower once.
+
+A *picture* is what one run of pads shows: one frame as an image, or the two that a video shows together.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,15 +66,15 @@ def split_by_group(rows: Sequence[TrainRow], parts: int) -> list[list[TrainRow]]
 
 @dataclass
 class MicroBatch:
-    """The tensors of one forward pass. T tokens, N of them generated, P patches of U different frames, V image pads."""
+    """The tensors of one forward pass. T tokens, N of them generated, P patches of U different pictures, V pads."""
 
-    input_ids: Tensor  # [1, T] int64
+    input_ids: Tensor  # [1, T] int64, with image pads for those of videos too
     position_ids: Tensor  # [3, 1, T] int64, M-RoPE: time, height, width
     runs: Runs
     pixel_values: Tensor  # [P, channels * temporal patch * patch * patch] float32
     frame_grid: Tensor  # [U, 3] int64, patches in time, height, width
     frame_runs: Runs
-    visual_index: Tensor  # [V] int64, which visual token of the different frames stands at each image pad
+    visual_index: Tensor  # [V] int64, which visual token of the different pictures stands at each pad
     sources: Tensor  # [N] int64, position in T whose hidden state predicts the generated token
     targets: Tensor  # [N] int64, the generated token
     sequence: Tensor  # [N] int64, which of the micro-batch's rows it belongs to
@@ -94,16 +96,40 @@ class MicroBatch:
         return np.split(values.detach().float().cpu().numpy(), np.cumsum(counts)[:-1])
 
 
+class _Picture(NamedTuple):
+    """What one run of pads shows."""
+
+    frames: tuple[Frame, ...]
+    """One of an image, as many as the temporal patch of a video."""
+    start: int
+    """Index of its first pad in its row."""
+    rows: int
+    """Of visual tokens."""
+    columns: int
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Equal for pictures that look the same."""
+        return tuple(frame.key for frame in self.frames)
+
+    @property
+    def tokens(self) -> int:
+        """Visual tokens, and pads."""
+        return self.rows * self.columns
+
+
 class Collator:
-    """Builds micro-batches for one checkpoint: its image normalisation, patch sizes and image pad."""
+    """Builds micro-batches for one checkpoint: its normalisation of pictures, patch sizes and pads."""
 
     def __init__(self, path: str | Path) -> None:
         """`path` is a checkpoint directory in Hugging Face format."""
-        from transformers import AutoConfig, AutoImageProcessor
+        from transformers import AutoConfig, AutoImageProcessor, AutoVideoProcessor
 
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         self._processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        self._video_processor = AutoVideoProcessor.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         self._image_pad: int = config.image_token_id
+        self._video_pad: int = config.video_token_id
         self._patch: int = config.vision_config.patch_size
         self._merge: int = config.vision_config.spatial_merge_size
         self._temporal: int = config.vision_config.temporal_patch_size
@@ -112,8 +138,8 @@ class Collator:
         """Refuse a row that no forward pass can make sense of.
 
         Raises:
-            InvalidTrajectoryError: arrays of different lengths, image pads that do not match the frames (a policy may
-                have sampled one), frames of a size that is no multiple of a visual token, nothing before the first
+            InvalidTrajectoryError: arrays of different lengths, pads that do not match the frames (a policy may have
+                sampled one), frames of a size that is no multiple of a visual token, nothing before the first
                 generated token, log-probs that are not finite.
         """
         ids = np.asarray(row.token_ids)
@@ -129,12 +155,13 @@ class Collator:
             shape = frame.pixels.shape
             if frame.pixels.dtype != np.uint8 or len(shape) != 3 or 0 in shape or shape[0] % side or shape[1] % side:
                 raise InvalidTrajectoryError(f"{frame} is not an RGB image with sides that are multiples of {side}.")
-        pads = np.flatnonzero(ids == self._image_pad)
-        sizes = [self._tokens(frame) for frame in row.frames]
-        *spans, rest = np.split(pads, np.cumsum(sizes, dtype=np.int64))
-        fit = all(len(span) == size == span[-1] - span[0] + 1 for span, size in zip(spans, sizes, strict=True))
-        if not fit or len(rest) or row.generated[pads].any():
-            raise InvalidTrajectoryError(f"{len(pads)} image pads do not stand where {len(sizes)} frames belong.")
+        pads = self._pads(ids)
+        pictures = self._pictures(row)
+        places = [place for picture in pictures for place in range(picture.start, picture.start + picture.tokens)]
+        fit = pads.tolist() == places and all(self._fits(ids, picture) for picture in pictures)
+        shown = sum(len(picture.frames) for picture in pictures)
+        if not fit or shown != len(row.frames) or row.generated[pads].any():
+            raise InvalidTrajectoryError(f"{len(pads)} pads do not stand where {len(row.frames)} frames belong.")
 
     def collate(self, rows: Sequence[TrainRow], indices: Sequence[int]) -> MicroBatch:
         """Pack the rows with these indices.
@@ -146,17 +173,21 @@ class Collator:
         The rows must have passed `check`.
         """
         chosen = [rows[i] for i in indices]
-        frames = _different([frame for row in chosen for frame in row.frames])
-        pixels, grid, first_token = self._patches(frames or [self._blank()])
+        pictures = [self._pictures(row) for row in chosen]
+        shown = [picture for of_row in pictures for picture in of_row]
+        pixels, grid, first_token = self._patches(list({p.key: p for p in shown}.values()) or [self._blank()])
         ids = np.concatenate([row.token_ids for row in chosen]) if chosen else np.zeros(1, np.int64)
-        positions = [self._positions(row) for row in chosen] or [np.zeros((3, 1), np.int64)]
+        positions = [_positions(len(row.token_ids), of_row) for row, of_row in zip(chosen, pictures, strict=True)] or [
+            np.zeros((3, 1), np.int64)
+        ]
         generated = np.concatenate([row.generated for row in chosen]) if chosen else np.zeros(1, bool)
         where = np.flatnonzero(generated)
         lengths = [len(row.token_ids) for row in chosen] or [1]
         known = [row.reference_logprobs for row in chosen if row.reference_logprobs is not None]
-        visual = [first_token[f.key] + np.arange(self._tokens(f)) for row in chosen for f in row.frames]
+        visual = [first_token[picture.key] + np.arange(picture.tokens) for picture in shown]
         return MicroBatch(
-            input_ids=_tensor(ids)[None],
+            # The model puts features in the place of pads; of both kinds they come in one tensor, so they need one pad.
+            input_ids=_tensor(np.where(ids == self._video_pad, self._image_pad, ids))[None],
             position_ids=_tensor(np.concatenate(positions, axis=1))[:, None],
             runs=runs_of(lengths),
             pixel_values=pixels,
@@ -172,66 +203,84 @@ class Collator:
             rows=tuple(indices),
         )
 
-    def _blank(self) -> Frame:
+    def _blank(self) -> _Picture:
         side = self._patch * self._merge
-        return Frame(np.zeros((side, side, 3), np.uint8), 0.0, "blank")
+        return _Picture((Frame(np.zeros((side, side, 3), np.uint8), 0.0, "blank"),), 0, 1, 1)
 
-    def _tokens(self, frame: Frame) -> int:
-        height, width = frame.pixels.shape[:2]
+    def _pads(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.flatnonzero((ids == self._image_pad) | (ids == self._video_pad))
+
+    def _frame_count(self, pad: int) -> int:
+        return 1 if pad == self._image_pad else self._temporal
+
+    def _fits(self, ids: NDArray[np.int64], picture: _Picture) -> bool:
+        """Whether its pads are all of one kind, and its frames as many as that kind shows and all of one size."""
+        kinds = set(ids[picture.start : picture.start + picture.tokens].tolist())
+        sizes = {frame.pixels.shape for frame in picture.frames}
+        return len(kinds) == len(sizes) == 1 and len(picture.frames) == self._frame_count(kinds.pop())
+
+    def _pictures(self, row: TrainRow) -> list[_Picture]:
+        """What each run of pads shows, in order, as far as pads and frames go; `check` says whether they match."""
+        ids = np.asarray(row.token_ids)
+        pads = self._pads(ids)
         side = self._patch * self._merge
-        return int(height // side) * int(width // side)
+        pictures: list[_Picture] = []
+        pad = frame = 0
+        while pad < len(pads) and frame < len(row.frames):
+            start = int(pads[pad])
+            count = self._frame_count(ids[start])
+            frames = tuple(row.frames[frame : frame + count])
+            rows, columns = (length // side for length in frames[0].pixels.shape[:2])
+            pictures.append(_Picture(frames, start, rows, columns))
+            pad, frame = pad + rows * columns, frame + count
+        return pictures
 
-    def _patches(self, frames: list[Frame]) -> tuple[Tensor, Tensor, dict[str, int]]:
-        """Normalised patches [P, D], grids [U, 3], and each frame's first visual token.
+    def _patches(self, pictures: list[_Picture]) -> tuple[Tensor, Tensor, dict[tuple[str, ...], int]]:
+        """Normalised patches [P, D], grids [U, 3], and each picture's first visual token.
 
         Nothing is resized: frames come in their final size, and the engine is told to leave them alone too. The
-        checkpoint's own processor does the arithmetic, so that both sides see the same values to the last bit.
+        checkpoint's own processors do the arithmetic, so that both sides see the same values to the last bit.
         """
-        by_size: dict[tuple[int, ...], list[Frame]] = {}
-        for frame in frames:
-            by_size.setdefault(frame.pixels.shape, []).append(frame)
+        by_kind: dict[tuple[int, ...], list[_Picture]] = {}
+        for picture in pictures:
+            by_kind.setdefault((len(picture.frames), *picture.frames[0].pixels.shape), []).append(picture)
         patches: list[Tensor] = []
         grid: list[list[int]] = []
-        first_token: dict[str, int] = {}
+        first_token: dict[tuple[str, ...], int] = {}
         token = 0
-        p = self._processor
-        for group in by_size.values():
-            images = torch.from_numpy(np.stack([f.pixels for f in group])).permute(0, 3, 1, 2)
-            images = p.rescale_and_normalize(
-                images, p.do_rescale, p.rescale_factor, p.do_normalize, p.image_mean, p.image_std
+        for group in by_kind.values():
+            pixels = torch.from_numpy(np.stack([[frame.pixels for frame in picture.frames] for picture in group]))
+            pixels = pixels.permute(0, 1, 4, 2, 3)  # [pictures, frames, channels, height, width]
+            one = pixels.shape[1] == 1
+            p, values = (self._processor, pixels[:, 0]) if one else (self._video_processor, pixels)
+            values = p.rescale_and_normalize(
+                values, p.do_rescale, p.rescale_factor, p.do_normalize, p.image_mean, p.image_std
             )
-            flat, rows, columns = p.patchify(images, self._patch, self._merge, self._temporal)
+            flat, *_, rows, columns = p.patchify(values, self._patch, self._merge, self._temporal)
             patches.append(flat.flatten(0, 1))
-            for frame in group:
-                first_token[frame.key] = token
-                token += self._tokens(frame)
+            for picture in group:
+                first_token[picture.key] = token
+                token += picture.tokens
                 grid.append([1, rows, columns])
         return torch.cat(patches), torch.tensor(grid), first_token
 
-    def _positions(self, row: TrainRow) -> NDArray[np.int64]:
-        """M-RoPE positions [3, T] of one row: what the model's own `get_rope_index` computes, without its loop.
 
-        Text advances all three positions by one a token. A frame's tokens share one time, count rows and columns, and
-        advance the positions by its longer side.
-        """
-        ids = np.asarray(row.token_ids)
-        pads = np.flatnonzero(ids == self._image_pad)
-        sizes = [self._tokens(frame) for frame in row.frames]
-        starts = pads[np.cumsum([0, *sizes[:-1]])] if sizes else pads
-        step = np.ones(len(ids), np.int64)
-        offsets = np.zeros((3, len(ids)), np.int64)
-        for start, size, frame in zip(starts, sizes, row.frames, strict=True):
-            rows, columns = (side // (self._patch * self._merge) for side in frame.pixels.shape[:2])
-            step[start : start + size] = 0
-            step[start + size - 1] = max(rows, columns)
-            offsets[1, start : start + size] = np.repeat(np.arange(rows), columns)
-            offsets[2, start : start + size] = np.tile(np.arange(columns), rows)
-        base = np.concatenate([[0], np.cumsum(step)[:-1]])
-        return base + offsets
+def _positions(length: int, pictures: Sequence[_Picture]) -> NDArray[np.int64]:
+    """M-RoPE positions [3, T] of one row: what the model's own `get_rope_index` computes, without its loop.
 
-
-def _different(frames: Sequence[Frame]) -> list[Frame]:
-    return list({frame.key: frame for frame in frames}.values())
+    Text advances all three positions by one a token. A picture's tokens share one time, count rows and columns, and
+    advance the positions by its longer side.
+    """
+    step = np.ones(length, np.int64)
+    offsets = np.zeros((3, length), np.int64)
+    for picture in pictures:
+        end = picture.start + picture.tokens
+        step[picture.start : end] = 0
+        step[end - 1] = max(picture.rows, picture.columns)
+        offsets[1, picture.start : end] = np.repeat(np.arange(picture.rows), picture.columns)
+        offsets[2, picture.start : end] = np.tile(np.arange(picture.columns), picture.rows)
+    base = np.concatenate([[0], np.cumsum(step)[:-1]])
+    return base + offsets
 
 
 def _gather(where: NDArray[np.int64], arrays: Sequence[NDArray[Any]]) -> Tensor:

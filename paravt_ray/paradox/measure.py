@@ -38,7 +38,8 @@ def measure(config: Config, prior: str, run: RunDir, say: Callable[[str], None])
     config.model.path = str(model_directory(config))
     data = config.data
     samples = read_samples(data.train, data.video_root, data.max_unusable)[0][: config.paradox.prompts]
-    with started_fleet(config, Chat.from_pretrained(config.model.path), run.logs) as fleet:
+    chat = Chat.from_pretrained(config.model.path, config.model.frames_as)
+    with started_fleet(config, chat, run.logs) as fleet:
         return sample_mechanism(fleet, samples, config, prior, say)
 
 
@@ -89,6 +90,7 @@ def evaluate_checkpoint(config: Config, model: Path, run: RunDir) -> None:
     config.model.path = str(model)
     data, trainer = config.data, config.trainer
     held_out = read_samples(data.valid, data.video_root, data.max_unusable)[0][: trainer.eval_samples or None]
-    with started_fleet(config, Chat.from_pretrained(model), run.logs) as fleet:
+    chat = Chat.from_pretrained(model, config.model.frames_as)
+    with started_fleet(config, chat, run.logs) as fleet:
         found = evaluate(fleet, held_out, config, trainer.eval_budgets or None, tag=f"eval/{trainer.steps}")
     run.log_metrics(trainer.steps, {f"eval/{name}": value for name, value in found.flat().items()})

@@ -106,7 +106,8 @@ class _Task:
     sampler: Sampler
     frames: GroupFrames
     observer: Observer
-    overview: list[Frame] = field(default_factory=list)
+    overview: list[list[Frame]] = field(default_factory=list)
+    """Frames of each video that has a share of K."""
     prompt: Rendered = field(default_factory=Rendered)
 
     async def prepare(self) -> None:
@@ -158,7 +159,7 @@ class _Rollout:
             frame_budget=task.spec.frame_budget,
             trajectory=self.trajectory,
             turns=self.turns,
-            overview_times=[frame.time_s for frame in task.overview],
+            overview_times=[frame.time_s for frames in task.overview for frame in frames],
             think_prefix=task.config.rollout.think_prefix,
             end_reason=end_reason,
             seconds=time.monotonic() - self.started,

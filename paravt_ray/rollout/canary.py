@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paravt_ray.chat import Chat, Message, Rendered
+from paravt_ray.chat import Chat, Message, Rendered, Video
 from paravt_ray.config import Config
 from paravt_ray.episode import Frame, TrainRow, Trajectory
 from paravt_ray.errors import UserError
@@ -40,7 +40,7 @@ class CanaryRun:
 
 
 def canary_prompt(chat: Chat, config: Config) -> Rendered:
-    """A short text with one frame: two colour ramps on which every patch differs."""
+    """A short text with one frame, rendered as the run's frames are: two colour ramps on which every patch differs."""
     model = config.model
     largest = min(model.overview_max_pixels, model.crop_max_pixels)
     side = chat.patch_factor
@@ -49,7 +49,7 @@ def canary_prompt(chat: Chat, config: Config) -> Rendered:
     ramp = np.linspace(0, 255, side, dtype=np.uint8)
     across, down = np.broadcast_to(ramp[None, :], (side, side)), np.broadcast_to(ramp[:, None], (side, side))
     frame = Frame(np.stack([across, down, 255 - across], axis=-1), 0.0, f"canary/{side}")
-    return chat.prompt([Message("user", ("What is in this picture? ", frame, "Answer in one sentence."))])
+    return chat.prompt([Message("user", ("What is in this picture? ", Video((frame,)), "Answer in one sentence."))])
 
 
 async def run_canary(engine: Engine, chat: Chat, config: Config) -> CanaryRun:

@@ -28,7 +28,7 @@ class Generation:
     """One turn as the engine produced it."""
 
     prompt_token_ids: list[int]
-    """The prompt with image pads expanded, by the engine."""
+    """The prompt with its pads expanded, by the engine."""
     token_ids: list[int]
     """Sampled ids, the end-of-turn token included where it was reached."""
     logprobs: list[float]
@@ -43,7 +43,7 @@ class Engine(Protocol):
     """vLLM in production, a script in tests."""
 
     async def generate(self, prompt_ids: Sequence[int], frames: Sequence[Frame], sampling: Sampling) -> Generation:
-        """Sample one turn. `prompt_ids` [T] holds one image pad for each of `frames`. Deadlines are the caller's.
+        """Sample one turn. `frames` are those of the pads in `prompt_ids` [T], in order. Deadlines are the caller's.
 
         Raises:
             EngineError: there is no usable output.

@@ -51,20 +51,20 @@ class GroupFrames:
     stored: dict[str, Frame] = field(default_factory=dict)
     """By key: a frame that several episodes see exists, and travels, once."""
 
-    async def overview(self, count: int) -> list[Frame]:
-        """At most `count` frames of all videos together, in the order of the videos, and learn the clips' lengths.
+    async def overview(self, count: int) -> list[list[Frame]]:
+        """For each video its share of at most `count` frames; learns the clips' lengths.
 
         Raises:
             ToolError: a video cannot be read, or not in time.
         """
         max_pixels = self.config.model.overview_max_pixels
-        frames: list[Frame] = []
+        shares: list[list[Frame]] = []
         for index, video in enumerate(self.videos):
             self.infos[video] = await self.service.probe(video)
             share = count // len(self.videos) + (index < count % len(self.videos))
             if share:
-                frames += self._frames(video, await self.service.overview(video, share, max_pixels=max_pixels))
-        return frames
+                shares.append(self._frames(video, await self.service.overview(video, share, max_pixels=max_pixels)))
+        return shares
 
     async def of(self, request: Request) -> tuple[list[Frame], str]:
         """The frames of one call and the tool's note on them.

@@ -73,7 +73,7 @@ class Generator:
         # vLLM leaves sockets and rendezvous files behind; in a folder of their own they go with the generator.
         self._scratch = make_scratch()
         os.environ["TMPDIR"] = tempfile.tempdir = self._scratch
-        self._chat = Chat.from_pretrained(model_directory(config))
+        self._chat = Chat.from_pretrained(model_directory(config), config.model.frames_as)
         self._engine: VllmEngine | None = None
 
     async def ready(self) -> GeneratorInfo:

@@ -23,7 +23,7 @@ class Sampler:
     chat: Chat
     temperature: float
     context_length: int
-    """Longest sequence in tokens, image pads expanded."""
+    """Longest sequence in tokens, pads expanded."""
     timeout_s: float
     """Deadline of one turn."""
 
@@ -66,13 +66,13 @@ class Sampler:
             raise InvalidTrajectoryError(f"{len(ids)} tokens came with {len(logprobs)} log-probs, or some not finite.")
         sampled = sorted(set(ids).intersection(self.chat.vision_ids))
         if sampled:
-            raise InvalidTrajectoryError(f"The policy sampled vision tokens {sampled}, which stand for no image.")
+            raise InvalidTrajectoryError(f"The policy sampled vision tokens {sampled}, which stand for no frame.")
 
 
 def _difference(engine: list[int], ours: list[int]) -> str:
     """Where two expansions of one prompt part ways."""
     at = next((i for i, (a, b) in enumerate(zip(engine, ours, strict=False)) if a != b), min(len(engine), len(ours)))
     return (
-        f"The engine's prompt of {len(engine)} tokens and ours of {len(ours)} differ from token {at} on: its image "
+        f"The engine's prompt of {len(engine)} tokens and ours of {len(ours)} differ from token {at} on: its "
         "processor, its chat template or its history is another one."
     )

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from paravt_ray.chat import Chat
+import numpy as np
+from numpy.typing import NDArray
+
+from paravt_ray.chat import FRAMES_PER_VIDEO_PAD, Chat, Picture
 from paravt_ray.config import Config, model_directory
 from paravt_ray.episode import Frame
 from paravt_ray.rollout.engine import EngineError, Generation, Sampling
@@ -70,15 +73,18 @@ class VllmEngine:
         Raises:
             EngineError: the engine failed or was aborted, or its output is not one whole sample.
         """
-        pads = sum(token == self._chat.image_pad for token in prompt_ids)
-        if pads != len(frames):
-            raise EngineError(f"The prompt has {pads} image pads for {len(frames)} frames.")
+        try:
+            pictures = self._chat.pictures(prompt_ids, frames)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+        expanded = len(self._chat.expand(prompt_ids, frames))
         ids: list[int] = []
         logprobs: list[float] = []
         pieces: list[_Piece] = []
         for attempt in range(_REJECTIONS):
-            left = sampling.max_new_tokens - len(ids)
-            piece = await self._sample([*prompt_ids, *ids], frames, sampling.temperature, left, sampling.seed + attempt)
+            prompt = _prompt([*prompt_ids, *ids], pictures)
+            left, expected = sampling.max_new_tokens - len(ids), expanded + len(ids)
+            piece = await self._sample(prompt, expected, sampling.temperature, left, sampling.seed + attempt)
             pieces.append(piece)
             rejected = piece.token_ids[-1] in self._chat.vision_ids
             kept = len(piece.token_ids) - rejected
@@ -90,8 +96,9 @@ class VllmEngine:
         raise EngineError(f"The policy sampled {_REJECTIONS} vision tokens in one turn: it no longer writes text.")
 
     async def _sample(
-        self, prompt_ids: list[int], frames: Sequence[Frame], temperature: float, max_tokens: int, seed: int
+        self, prompt: dict[str, Any], expected: int, temperature: float, max_tokens: int, seed: int
     ) -> _Piece:
+        """One request; its prompt should become `expected` tokens."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         if self._fault:
@@ -110,22 +117,21 @@ class VllmEngine:
         self._running.add(request)
         output = None
         try:
-            async for latest in self._llm.generate(_prompt(prompt_ids, frames), params, request):
+            async for latest in self._llm.generate(prompt, params, request):
                 output = latest
         except Exception as error:  # vLLM's errors have no common base; the cause keeps the original
             raise EngineError(f"The engine failed on a request: {error or type(error).__name__}") from error
         finally:
             self._running.discard(request)
-        return self._checked(output, prompt_ids, frames)
+        return self._checked(output, expected)
 
-    def _checked(self, output: Any, prompt_ids: list[int], frames: Sequence[Frame]) -> _Piece:
+    def _checked(self, output: Any, expected: int) -> _Piece:
         """Refuse everything that is not one whole, consistent sample."""
         completion = output.outputs[0] if output is not None and output.outputs else None
         if completion is None or not completion.token_ids or completion.finish_reason not in ("stop", "length"):
             reason = completion.finish_reason if completion is not None else "no output"
             raise EngineError(self._fault or f"The engine gave no usable output ({reason}).")
         expanded = list(output.prompt_token_ids)
-        expected = len(prompt_ids) + sum(self._chat.visual_tokens(frame) - 1 for frame in frames)
         if len(expanded) != expected:
             raise EngineError(
                 f"The engine made {len(expanded)} tokens of a prompt that has {expected}: it resized a frame. Frame "
@@ -202,15 +208,35 @@ class VllmEngine:
         self._llm.shutdown()
 
 
-def _prompt(prompt_ids: list[int], frames: Sequence[Frame]) -> dict[str, Any]:
+def _prompt(prompt_ids: list[int], pictures: Sequence[Picture]) -> dict[str, Any]:
+    """Un-expanded ids with what their pads stand for, as vLLM takes them."""
     from PIL import Image
 
     prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
-    if frames:
-        prompt["multi_modal_data"] = {"image": [Image.fromarray(frame.pixels) for frame in frames]}
-        # Equal frames are preprocessed, encoded and cached once, and their pixels are never hashed.
-        prompt["multi_modal_uuids"] = {"image": [frame.key for frame in frames]}
+    images = [picture[0] for picture in pictures if len(picture) == 1]
+    videos = [picture for picture in pictures if len(picture) > 1]
+    data: dict[str, list[Any]] = {
+        "image": [Image.fromarray(frame.pixels) for frame in images],
+        "video": [*map(_video, videos)],
+    }
+    # Equal ones are preprocessed, encoded and cached once, and their pixels are never hashed.
+    uuids = {"image": [frame.key for frame in images], "video": ["|".join(f.key for f in v) for v in videos]}
+    if pictures:
+        prompt["multi_modal_data"] = {kind: items for kind, items in data.items() if items}
+        prompt["multi_modal_uuids"] = {kind: keys for kind, keys in uuids.items() if keys}
     return prompt
+
+
+def _video(frames: Picture) -> tuple[NDArray[np.uint8], dict[str, Any]]:
+    """The frames of one video pad as a video of its own.
+
+    Qwen3-VL's vision tower and positions know nothing of a video but these groups, so that a video in pieces is the
+    same tokens; and a piece that two crops share is cached once.
+    """
+    # vLLM writes index / rate as the time of a frame. At a rate of 1 the indices are the seconds, of any spacing.
+    seconds = [frame.time_s for frame in frames]
+    metadata = {"fps": 1.0, "frames_indices": seconds, "total_num_frames": len(frames), "do_sample_frames": False}
+    return np.stack([frame.pixels for frame in frames]), metadata
 
 
 def _engine_args(config: Config) -> Any:
@@ -222,6 +248,7 @@ def _engine_args(config: Config) -> Any:
     largest = max(model.overview_max_pixels, model.crop_max_pixels)
     overview = max(rollout.overview_frames, *rollout.frame_budgets, *config.trainer.eval_budgets)
     crops = config.tools.crop_max_frames * (rollout.max_calls_per_episode if rollout.reply == "frames" else 0)
+    most = max(overview + crops, config.tools.crop_max_frames)
     if current_platform.is_cpu():
         # Without compilation, in the engine's own process: a start takes seconds instead of minutes, and on a model
         # that a CPU can run the tokens per second are the same.
@@ -244,9 +271,18 @@ def _engine_args(config: Config) -> Any:
         distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
-        limit_mm_per_prompt={"image": max(overview + crops, config.tools.crop_max_frames), "video": 0},
-        # Of images alone: a video limit this small cannot be divided among the frames of a video.
-        mm_processor_kwargs={"images_kwargs": {"size": {"shortest_edge": model.min_pixels, "longest_edge": largest}}},
+        limit_mm_per_prompt={"image": most, "video": most},
+        mm_processor_kwargs={
+            "images_kwargs": {"size": {"shortest_edge": model.min_pixels, "longest_edge": largest}},
+            # Nothing is resized; the size, of all frames of a video together, is what vLLM keeps memory for.
+            "videos_kwargs": {
+                "do_resize": False,
+                "size": {
+                    "shortest_edge": FRAMES_PER_VIDEO_PAD * model.min_pixels,
+                    "longest_edge": FRAMES_PER_VIDEO_PAD * largest,
+                },
+            },
+        },
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         seed=0,
         disable_log_stats=True,

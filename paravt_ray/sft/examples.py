@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from paravt_ray.chat import Chat, Message, Part, assistant_parts, timed, user_parts
+from paravt_ray.chat import Chat, Message, Part, Video, assistant_parts, user_parts
 from paravt_ray.config import Config
 from paravt_ray.episode import NOT_GENERATED, Frame, TrainRow
 from paravt_ray.rollout.gating import draw_frame_budget
@@ -111,10 +111,9 @@ class ExampleBuilder:
         """
         messages = [self._message(turn, conversation.row_id, epoch) for turn in conversation.turns]
         rendered = self._chat.render(messages)
-        repeats = np.ones(len(rendered.ids), np.int64)
-        ids = np.asarray(rendered.ids, np.int64)
-        repeats[ids == self._chat.image_pad] = [self._chat.visual_tokens(frame) for frame in rendered.frames]
-        ids, trained = np.repeat(ids, repeats), np.repeat(np.asarray(rendered.trained), repeats)
+        pieces = self._chat.pieces(rendered.ids, rendered.frames)
+        ids = np.asarray([token for piece in pieces for token in piece], np.int64)
+        trained = np.repeat(np.asarray(rendered.trained), [len(piece) for piece in pieces])
         if len(ids) > self._config.model.context_length:
             raise SkippedRowError("longer than model.context_length", f"{len(ids)} tokens")
         zeros = np.zeros(len(ids), np.float32)
@@ -139,7 +138,7 @@ class ExampleBuilder:
             if count is None and part.window is None:
                 drawn = draw_frame_budget(self._config.trainer.seed, row_id, epoch, rollout.frame_budgets)
                 count = drawn if rollout.gating else rollout.overview_frames
-            return list(timed(self._frames.video(part.path, count, part.window)))
+            return [Video(tuple(self._frames.video(part.path, count, part.window)))]
         except ToolError as error:
             raise SkippedRowError(f"a video cannot be read: {error.kind}", str(error)) from error
         except OSError as error:

@@ -109,7 +109,7 @@ def train(config: Config) -> Path:
         display.say(f"{len(conversations)} conversations, {steps} steps; {schedule.describe()}.")
         if first:
             display.say(f"Going on after step {first}.")
-        chat = Chat.from_pretrained(source)
+        chat = Chat.from_pretrained(source, config.model.frames_as)
         frames = stack.enter_context(closing(FrameSource(config, chat.patch_factor)))
         builder = ExampleBuilder(chat, frames, config)
         batches = stack.enter_context(closing(Batches(conversations, skipped, builder, config)))
