@@ -319,7 +319,7 @@ class ClusterConfig:
     address: str = ""
     """`auto` or an address to join a running cluster; empty to start one on this machine for this run."""
     cpus: int = 0
-    """Logical CPUs of a cluster that the run starts itself; 0 for as many as its actors ask for."""
+    """Logical CPUs of a cluster that the run starts itself; 0 for as many as its actors ask for, but at least 16."""
     object_store_gb: float = 1.0
     """Object store of a cluster that the run starts itself."""
 
