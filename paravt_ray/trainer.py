@@ -224,8 +224,9 @@ class Trainer:
             return {}
         budgets = self.config.trainer.eval_budgets or None
         with self.stage("evaluation", f"{len(held_out)} held-out questions"):
-            found = evaluate(self.fleet, held_out, self.config, budgets, tag=f"eval/{self.version}")
-        return {f"eval/{name}": value for name, value in found.flat().items()}
+            tag = f"eval/{self.version}"
+            found = evaluate(self.fleet, held_out, self.config, budgets, tag=tag, score=self.rewards.score)
+        return {f"eval/{name}": value for name, value in (found.flat() | self.rewards.judge_metrics()).items()}
 
     def save(self, step: int) -> None:
         """Write a checkpoint from which `trainer.resume=auto` goes on, with the prompts that no step has consumed."""

@@ -16,6 +16,7 @@ import ray
 
 from paravt_ray.config import Config
 from paravt_ray.episode import CallRecord, CallStatus, Episode, Frame, Group, Rewards, Sample, Trajectory, TurnRecord
+from paravt_ray.evaluation.heldout import report
 from paravt_ray.parsing import parse_turn
 from paravt_ray.rewards import accuracy, format_stats, score_episode
 from paravt_ray.rewards.accuracy import parse_window
@@ -397,6 +398,13 @@ def test_a_dying_scorer_costs_one_episode(pool: RewardPool) -> None:
     failures = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, ScoringFailure)]
     assert failures == [10] and "lost" in str(outcomes[10])
     assert pool.replacements == 2  # with its neighbours, then alone
+
+
+def test_a_held_out_answer_that_kills_the_scorer_costs_itself_alone(pool: RewardPool) -> None:
+    episodes = [episode(THOUGHT + "<answer>B</answer>") for _ in range(2)] + [with_answer(hostile_answer("die"))]
+    groups = [Group(f"g{number}", done.sample, 4, [done]) for number, done in enumerate(episodes)]
+    found = report(3, groups, pool.score)
+    assert (found.scored, found.failures) == (2, {"reward": 1})
 
 
 def test_a_spinning_scorer_is_ended_at_the_deadline(cluster: None) -> None:

@@ -113,6 +113,8 @@ def ask(
         for reason in group.failures:
             logger.warning("Sample %s failed: %s", question.sample.sample_id, reason)
             failures[reason.split(":", 1)[0]] += 1
+        # In this process: a pool of reward actors would cost processes and a start on every command, to guard against a
+        # scorer that hangs on one answer. Here that costs no more than the command, which goes on from what it has.
         outcomes = score_all(group.episodes, config, judge).outcomes
         for episode, outcome in zip(group.episodes, outcomes, strict=True):
             if isinstance(outcome, ScoringFailure):
