@@ -146,11 +146,13 @@ class Trainer:
             metrics |= self.push()
 
         # 5. What happened is written down; now and then, everything needed to go on from here.
-        metrics |= step_metrics(groups, self.seconds["rollout"], step - 1) | self.rewards.judge_metrics()
+        metrics["time/step"] = time.perf_counter() - started
+        # With staleness the generators work all through the step, and the wait for groups says nothing of their speed.
+        sampling = metrics["time/step"] if self.config.rollout.staleness else self.seconds["rollout"]
+        metrics |= step_metrics(groups, sampling, step - 1) | self.rewards.judge_metrics()
         if self.config.rollout.dynamic_sampling:
             resampled = len(groups) - self.config.rollout.prompts_per_step
             metrics |= {"rollout/resampled": float(resampled), "rollout/trained_groups": float(len(chosen))}
-        metrics["time/step"] = time.perf_counter() - started
         metrics |= self.evaluate(held_out)
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         self.tracker.log_step(step, metrics, groups)
