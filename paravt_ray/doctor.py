@@ -246,7 +246,7 @@ def check_decoding(config: Config) -> Iterable[Line]:
     seen = [round(float(frame.mean()) / _LEVEL_STEP) for frame in found.frames]
     expected = [int(time * _CLIP_FPS + 0.01) for time in found.timestamps]
     if not seen or seen != expected:
-        yield Line("failure", f"Decoding returns wrong frames: {seen} instead of {expected}. Reinstall av and decord.")
+        yield Line("failure", f"Decoding returns wrong frames: {seen} instead of {expected}. Reinstall av.")
     else:
         yield Line("ok", f"Video decoding: {len(seen)} frames of a test clip, all the right ones")
 

@@ -156,7 +156,8 @@ def test_decoding_is_checked_frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> 
 
     stuck = Crop(np.full((4, 32, 32, 3), 48, np.uint8), np.array([1.0, 1.5, 2.0, 2.5]))
     monkeypatch.setattr("tool_workers.crop", lambda *args, **options: stuck)
-    assert levels(doctor.check_decoding(Config())) == ["failure"]
+    (line,) = doctor.check_decoding(Config())
+    assert line.level == "failure" and line.text.endswith("Reinstall av."), "the only reader"
 
 
 def test_a_wrong_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
