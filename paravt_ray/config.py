@@ -92,7 +92,7 @@ class RolloutConfig:
     """Draw each prompt's overview budget K from `frame_budgets` instead of always `overview_frames`."""
     frame_budgets: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64])
     overview_frames: int = 64
-    """K where gating is off, and in `paravt ask`."""
+    """K where gating is off, and in `paravt eval` and `paravt ask`."""
     train_subagents: bool = True
     """Put the sub-agents' tokens into the loss with their episode's advantage."""
     subagent_max_new_tokens: int = 512
