@@ -127,7 +127,7 @@ mend_torch_companions() { # packages that vLLM asks for, that transformers impor
 beat=
 trap '[ -z "$beat" ] || kill "$beat" 2>/dev/null' EXIT
 
-[ "$(uname -s)" = Linux ] || fail "Linux is needed: vLLM, DeepSpeed and decord have no builds for $(uname -s) that fit together."
+[ "$(uname -s)" = Linux ] || fail "Linux is needed: vLLM and DeepSpeed have no builds for $(uname -s) that fit together."
 mode=${1:-}
 if [ -z "$mode" ] && [ -f "$stamp" ]; then mode=$(cut -d' ' -f1 "$stamp"); fi
 if [ -z "$mode" ]; then mode=$(nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu); fi

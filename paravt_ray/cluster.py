@@ -3,23 +3,52 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
 from paravt_ray.config import Config
 from paravt_ray.errors import UserError
+from paravt_ray.rewards.actor import REWARD_ACTOR_CPUS
+from paravt_ray.rollout.generator import actor_options
 from paravt_ray.tracking.logs import link_ray_logs
 
 LOCAL_CPUS = 16
-"""Logical CPUs of a cluster that a run starts itself: enough for its actors, whatever the machine has. They share the
-real cores; `cluster.cpus` sets another number."""
+"""Logical CPUs of a cluster that a run starts itself, where its actors do not ask for more."""
 
 
 class ClusterError(UserError):
     """There is no usable Ray cluster."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one actor asks of one machine."""
+
+    actor: str
+    cpus: float
+    gpus: float
+
+
+def demand(config: Config, on_gpus: bool) -> list[Bundle]:
+    """What each actor of a run asks for."""
+    generator = actor_options(config, on_gpus)
+    return [
+        *[Bundle("learner rank", 1.0, 1.0 if on_gpus else 0.0)] * config.learner.ranks,
+        *[Bundle("generator", generator["num_cpus"], generator["num_gpus"])] * config.rollout.generators,
+        *[Bundle("tool worker", 1.0, 0.0)] * config.tools.workers,
+        *[Bundle("reward actor", REWARD_ACTOR_CPUS, 0.0)] * config.reward.workers,
+    ]
+
+
+def local_cpus(config: Config) -> int:
+    """Logical CPUs of a cluster that the run starts itself: enough for its actors, which share the real cores."""
+    asked = sum(bundle.cpus for bundle in demand(config, on_gpus=False))
+    return config.cluster.cpus or max(LOCAL_CPUS, math.ceil(asked))
 
 
 @contextmanager
@@ -40,7 +69,7 @@ def connected(config: Config, logs: Path) -> Iterator[None]:
         else:
             context = ray.init(
                 address="local",
-                num_cpus=config.cluster.cpus or LOCAL_CPUS,
+                num_cpus=local_cpus(config),
                 object_store_memory=int(config.cluster.object_store_gb * 2**30),
                 include_dashboard=False,
                 log_to_driver=False,

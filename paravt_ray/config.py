@@ -100,7 +100,7 @@ class RolloutConfig:
     """Draw each prompt's overview budget K from `frame_budgets` instead of always `overview_frames`."""
     frame_budgets: list[int] = field(default_factory=lambda: [4, 8, 16, 32, 64])
     overview_frames: int = 64
-    """K where gating is off, and in `paravt ask`."""
+    """K where gating is off, and in `paravt eval` and `paravt ask`."""
     train_subagents: bool = True
     """Put the sub-agents' tokens into the loss with their episode's advantage."""
     subagent_max_new_tokens: int = 512
@@ -335,7 +335,7 @@ class ClusterConfig:
     address: str = ""
     """`auto` or an address to join a running cluster; empty to start one on this machine for this run."""
     cpus: int = 0
-    """Logical CPUs of a cluster that the run starts itself; 0 for as many as its actors ask for."""
+    """Logical CPUs of a cluster that the run starts itself; 0 for as many as its actors ask for, but at least 16."""
     object_store_gb: float = 1.0
     """Object store of a cluster that the run starts itself."""
 

@@ -20,12 +20,10 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from paravt_ray.cluster import LOCAL_CPUS, connected
+from paravt_ray.cluster import Bundle, connected, demand, local_cpus
 from paravt_ray.config import Config, model_directory
 from paravt_ray.errors import UserError
 from paravt_ray.learner.sizing import learner_size
-from paravt_ray.rewards.actor import REWARD_ACTOR_CPUS
-from paravt_ray.rollout.generator import actor_options
 from paravt_ray.weights.manifest import checkpoint_shapes
 
 GIB = 1 << 30
@@ -46,15 +44,6 @@ class Line:
 
     level: Level
     text: str
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """What one actor asks of one machine."""
-
-    actor: str
-    cpus: float
-    gpus: float
 
 
 @dataclass
@@ -114,17 +103,6 @@ def check_resources(config: Config) -> str:
     return f"The run asks for {needed}; the cluster has {supply}."
 
 
-def demand(config: Config, on_gpus: bool) -> list[Bundle]:
-    """What each actor of a run asks for."""
-    generator = actor_options(config, on_gpus)
-    return [
-        *[Bundle("learner rank", 1.0, 1.0 if on_gpus else 0.0)] * config.learner.ranks,
-        *[Bundle("generator", generator["num_cpus"], generator["num_gpus"])] * config.rollout.generators,
-        *[Bundle("tool worker", 1.0, 0.0)] * config.tools.workers,
-        *[Bundle("reward actor", REWARD_ACTOR_CPUS, 0.0)] * config.reward.workers,
-    ]
-
-
 def unplaced(bundles: Iterable[Bundle], nodes: Iterable[Node]) -> list[Bundle]:
     """Bundles that find no machine, largest first, each in the first machine that has room."""
     free = [Node(node.cpus, node.gpus) for node in nodes]
@@ -144,7 +122,7 @@ def _supply(config: Config) -> tuple[list[Node], Node]:
     import ray
 
     if not ray.is_initialized():
-        here = Node(config.cluster.cpus or LOCAL_CPUS, _gpu_count())
+        here = Node(local_cpus(config), _gpu_count())
         return [here], here
     nodes = [_node(info["Resources"]) for info in ray.nodes() if info["Alive"]]
     return nodes, _node(ray.available_resources())
@@ -301,7 +279,7 @@ def check_decoding(config: Config) -> Iterable[Line]:
     seen = [round(float(frame.mean()) / _LEVEL_STEP) for frame in found.frames]
     expected = [int(time * _CLIP_FPS + 0.01) for time in found.timestamps]
     if not seen or seen != expected:
-        yield Line("failure", f"Decoding returns wrong frames: {seen} instead of {expected}. Reinstall av and decord.")
+        yield Line("failure", f"Decoding returns wrong frames: {seen} instead of {expected}. Reinstall av.")
     else:
         yield Line("ok", f"Video decoding: {len(seen)} frames of a test clip, all the right ones")
 

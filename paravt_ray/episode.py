@@ -140,7 +140,7 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     """Log-probability under the sampling distribution (temperature applied); 0.0 where not generated."""
     versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token; NOT_GENERATED elsewhere."""
+    """Of the weights: for each sampled token the oldest that had a part in its turn; NOT_GENERATED elsewhere."""
     frames: list[Frame] = field(default_factory=list)
     """Frames in the order of their pads; the last of an odd number of a video's frames stands twice (`Rendered`)."""
     prompt_ids: list[int] = field(default_factory=list)
@@ -156,7 +156,7 @@ class Trajectory:
         self.frames += frames
 
     def append_generated(self, ids: list[int], logprobs: list[float], version: int) -> None:
-        """Append tokens that the policy with these weights sampled.
+        """Append a turn that the policy sampled; `version` is the oldest of the weights that had a part in it.
 
         Raises:
             InvalidTrajectoryError: where there is not one log-prob for each token.
@@ -269,7 +269,6 @@ class TrainRow:
     generated: NDArray[np.bool_]  # [T] tokens that carry loss
     advantages: NDArray[np.float32]  # [T] 0 where not generated
     behaviour_logprobs: NDArray[np.float32]  # [T] the generator's
-    versions: NDArray[np.int32]  # [T]
     frames: list[Frame]
     reference_logprobs: NDArray[np.float32] | None = None  # [T] the reference policy's, where it was asked already
     group_index: int = 0
@@ -289,7 +288,6 @@ class TrainRow:
             generated=np.asarray(trajectory.generated, dtype=np.bool_),
             advantages=np.zeros(len(trajectory), dtype=np.float32),
             behaviour_logprobs=np.asarray(trajectory.logprobs, dtype=np.float32),
-            versions=np.asarray(trajectory.versions, dtype=np.int32),
             frames=trajectory.frames,
             group_index=group_index,
             sequence_index=sequence_index,

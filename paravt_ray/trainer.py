@@ -146,11 +146,13 @@ class Trainer:
             metrics |= self.push()
 
         # 5. What happened is written down; now and then, everything needed to go on from here.
-        metrics |= step_metrics(groups, self.seconds["rollout"], step - 1) | self.rewards.judge_metrics()
+        metrics["time/step"] = time.perf_counter() - started
+        # With staleness the generators work all through the step, and the wait for groups says nothing of their speed.
+        sampling = metrics["time/step"] if self.config.rollout.staleness else self.seconds["rollout"]
+        metrics |= step_metrics(groups, sampling, step - 1) | self.rewards.judge_metrics()
         if self.config.rollout.dynamic_sampling:
             resampled = len(groups) - self.config.rollout.prompts_per_step
             metrics |= {"rollout/resampled": float(resampled), "rollout/trained_groups": float(len(chosen))}
-        metrics["time/step"] = time.perf_counter() - started
         metrics |= self.evaluate(held_out)
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         self.tracker.log_step(step, metrics, groups)
@@ -224,8 +226,9 @@ class Trainer:
             return {}
         budgets = self.config.trainer.eval_budgets or None
         with self.stage("evaluation", f"{len(held_out)} held-out questions"):
-            found = evaluate(self.fleet, held_out, self.config, budgets, tag=f"eval/{self.version}")
-        return {f"eval/{name}": value for name, value in found.flat().items()}
+            tag = f"eval/{self.version}"
+            found = evaluate(self.fleet, held_out, self.config, budgets, tag=tag, score=self.rewards.score)
+        return {f"eval/{name}": value for name, value in (found.flat() | self.rewards.judge_metrics()).items()}
 
     def save(self, step: int) -> None:
         """Write a checkpoint from which `trainer.resume=auto` goes on, with the prompts that no step has consumed."""

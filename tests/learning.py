@@ -51,7 +51,6 @@ def make_row(chat: Chat, frames: Sequence[Frame], answer: str, group: int = 0, s
         generated=generated,
         advantages=np.where(generated, noise.normal(), 0).astype(np.float32),
         behaviour_logprobs=np.where(generated, -noise.uniform(4, 6, len(ids)), 0).astype(np.float32),
-        versions=np.where(generated, 0, -1).astype(np.int32),
         frames=prompt.frames,
         group_index=group,
         sequence_index=sequence,

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from paravt_ray.episode import Group
 from paravt_ray.errors import InputError
 from paravt_ray.evaluation import benchmark
 from paravt_ray.evaluation.export import response
-from paravt_ray.evaluation.results import Result, model_digest
+from paravt_ray.evaluation.results import Owner, Result, model_digest, read_results
 from paravt_ray.evaluation.tables import PAPER, beside_paper, bootstrap, report, scores, wilson
 from paravt_ray.rollout.agent import run_group
 from paravt_ray.rollout.canary import CanaryRun
@@ -233,6 +233,34 @@ def test_results_of_another_model_protocol_or_question_are_not_used(bench: Bench
     rows[0]["options"][1] = "B. azure"
     (tmp_path / "videomme.json").write_text(json.dumps(rows))
     asks(1)
+
+
+def test_answers_that_were_scored_by_other_rules_are_scored_by_todays(bench: Bench) -> None:
+    bench.run(lambda request: answer_text("B" if number_of(request) < 3 else "C"))
+    file = bench.folder / "videomme.jsonl"
+    file.write_text("".join(f"{json.dumps(r | {'result': r['result'] | {'score': 0.0}})}\n" for r in bench.records()))
+    assert bench.run(never) == 0
+    assert "| accuracy | 6 | 50.0 |" in bench.table()
+
+
+@pytest.mark.parametrize(("open_ended", "scores"), [("judge", [0.25, 0.0, 1.0]), ("f1", [0.8, 0.0, 1.0])])
+def test_what_a_judge_gave_is_kept(tmp_path: Path, open_ended: str, scores: list[float]) -> None:
+    answers: list[tuple[Any, str | None, str]] = [
+        ("oe", "a big red car", "red car"),
+        ("oe", None, "x"),
+        ("mcq", "B", "B"),
+    ]
+    results = [
+        Result(0.25 if answer else 0.0, kind, {}, answer, gold, "answered", 0, 0, 0, 10, 1.0)
+        for kind, answer, gold in answers
+    ]
+    lines = [
+        {"model": "m", "protocol": "p", "question": f"q{number}", "result": asdict(result)}
+        for number, result in enumerate(results)
+    ]
+    (tmp_path / "mmvu.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = read_results(tmp_path / "mmvu.jsonl", Owner("m", "p"), open_ended)
+    assert [result.score for result in found.values()] == pytest.approx(scores)
 
 
 def test_a_result_that_was_cut_off_by_a_crash_is_asked_again(bench: Bench) -> None:

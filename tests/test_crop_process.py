@@ -15,7 +15,7 @@ import pytest
 from tool_workers.cache import FileId, ShotCache, ShotKey
 from tool_workers.calls import CropCall
 from tool_workers.cropper import Cropper
-from tool_workers.decoder import DecoderProcess, Job
+from tool_workers.decoder import DecoderProcess, DecoderStartError, Job, Result
 from tool_workers.planning import Target
 from tool_workers.records import Crop, ErrorKind, Limits, ToolError
 from tool_workers.shot import Shot
@@ -82,6 +82,46 @@ def test_a_file_that_keeps_crashing_the_decoder_is_refused_at_once(clip: Path, m
             cropper.serve(call(clip, 0, 2))
         assert error.value.kind is ErrorKind.WORKER_DIED
     assert len(jobs) == 6  # three calls, each tried twice; the last two calls cost nothing
+
+
+def test_looks_decodes_and_retries_share_the_deadline_of_their_call(
+    clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client waits for one deadline: a worker that took one for each job would be replaced while it is healthy."""
+    cropper = Cropper(30.0, 0)
+    run, left = cropper.decoder.run, []
+
+    def slow(job: Job, timeout_s: float) -> Result:
+        left.append(timeout_s)
+        time.sleep(0.3)
+        if len(left) == 1:
+            raise ToolError(ErrorKind.WORKER_DIED, "The decoder died.")
+        return run(job, timeout_s)
+
+    monkeypatch.setattr(cropper.decoder, "run", slow)
+    assert isinstance(cropper.serve(call(clip, 0, 2)), Crop)
+    assert len(left) == 3  # the look, which is tried again, and the frames
+    assert left[0] <= 30.0 and left[1] <= left[0] - 0.3 and left[2] <= left[1] - 0.3
+    cropper.stop()
+
+
+def test_a_slow_start_ends_at_the_deadline_and_goes_on_for_the_next_call(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nsleep 3\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    decoder = DecoderProcess()
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(DecoderStartError) as error:
+            decoder.run(Job(str(clip)), 0.2)
+        assert error.value.kind is ErrorKind.TIMEOUT
+        assert time.monotonic() - started < 2.0
+    assert decoder.run(Job(str(clip)), 30.0).info.frames == 100
+    assert decoder.started == 1
+    decoder.stop()
 
 
 def test_the_decoder_ends_with_its_parent(clip: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tiny import make_tiny_checkpoint
 
 from paravt_ray import doctor
+from paravt_ray.cluster import connected
 from paravt_ray.config import Config, ConfigError, load_config
 from paravt_ray.doctor import Bundle, Node, ResourcesError, check_resources, demand, unplaced
 from paravt_ray.errors import UserError
@@ -87,6 +88,24 @@ def test_a_cluster_that_is_too_small_is_refused_with_demand_and_supply() -> None
     assert "cluster.cpus" in str(refused.value)
     settings.cluster.cpus = 9
     assert "asks for 9 CPUs" in check_resources(settings)
+
+
+def trains(path: Path) -> bool:
+    """Whether a file is for `paravt train`, on a cluster that the run starts itself."""
+    settings = load_config(path)
+    return bool(settings.data.train) and settings.sft == Config().sft and not settings.cluster.address
+
+
+@pytest.mark.parametrize("path", filter(trains, sorted(CONFIGS.glob("**/*.yaml"))), ids=lambda path: path.stem)
+def test_every_recipe_fits_the_cluster_that_it_starts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_gpu_count", lambda: 8)
+    check_resources(load_config(path))
+
+
+def test_a_cluster_that_the_run_starts_has_what_its_actors_ask_for(tmp_path: Path) -> None:
+    settings = config(tools={"workers": 30}, cluster={"object_store_gb": 0.1})
+    with connected(settings, tmp_path):
+        assert check_resources(settings).startswith("The run asks for 33 CPUs")
 
 
 def test_a_running_cluster_is_asked_what_is_free() -> None:
@@ -187,7 +206,8 @@ def test_decoding_is_checked_frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> 
 
     stuck = Crop(np.full((4, 32, 32, 3), 48, np.uint8), np.array([1.0, 1.5, 2.0, 2.5]))
     monkeypatch.setattr("tool_workers.crop", lambda *args, **options: stuck)
-    assert levels(doctor.check_decoding(Config())) == ["failure"]
+    (line,) = doctor.check_decoding(Config())
+    assert line.level == "failure" and line.text.endswith("Reinstall av."), "the only reader"
 
 
 def test_a_wrong_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

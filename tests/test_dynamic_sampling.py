@@ -220,6 +220,18 @@ def test_a_full_step_asks_nothing_further(tmp_path: Path, model: Path) -> None:
 # ---- staleness and resuming ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("staleness", "stage"), [(0, "time/rollout"), (1, "time/step")])
+def test_tokens_per_second_are_over_the_time_in_which_generators_work(
+    tmp_path: Path, model: Path, staleness: int, stage: str
+) -> None:
+    """With staleness, a driver that finds its groups ready waits for nothing, and would divide by nothing."""
+    with looping(loop_config(tmp_path, rounds=0, staleness=staleness), model, "m") as loop:
+        loop.do(1)
+        metrics = loop.metrics(1)
+        assert metrics["rollout/tokens_per_s"] == pytest.approx(metrics["rollout/new_tokens"] / metrics[stage])
+        assert metrics["time/step"] > 1.001 * metrics["time/rollout"], "the two can be told apart"
+
+
 def test_further_prompts_are_answered_by_the_current_policy(tmp_path: Path, model: Path) -> None:
     """Prompts asked ahead may be older than the learner, those in place of groups without signal are not."""
     with looping(loop_config(tmp_path, rounds=3, staleness=2), model, "mmmmmmmrrrrm") as loop:

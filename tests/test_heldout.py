@@ -13,7 +13,7 @@ from tiny import make_tokenizer
 from paravt_ray.chat import Chat
 from paravt_ray.config import Config
 from paravt_ray.episode import Group, QuestionType, Sample
-from paravt_ray.evaluation.heldout import HeldOutReport, Slice, evaluate, held_out_specs
+from paravt_ray.evaluation.heldout import HeldOutReport, Slice, evaluate, held_out_specs, in_process
 from paravt_ray.rollout.agent import run_group
 from paravt_ray.rollout.engine import EngineError
 from paravt_ray.rollout.gating import draw_frame_budget
@@ -48,7 +48,9 @@ class Fleet:
 
 def ask(chat: Chat, samples: list[Sample], main: Any, budgets: list[int] | None = None) -> HeldOutReport:
     config = small_config()
-    return evaluate(Fleet(ScriptedEngine(chat, main), config), samples, config, budgets, tag="t")
+    return evaluate(
+        Fleet(ScriptedEngine(chat, main), config), samples, config, budgets, tag="t", score=in_process(config)
+    )
 
 
 def test_every_sample_is_asked_once_and_greedily_at_each_budget() -> None:
@@ -114,7 +116,7 @@ def test_groups_that_never_came_back_are_counted(chat: Chat) -> None:
 
     config = small_config()
     fleet = Losing(ScriptedEngine(chat, lambda request: answer_text("B")), config)
-    found = evaluate(fleet, [sample("a"), sample("b")], config, [4], tag="t")
+    found = evaluate(fleet, [sample("a"), sample("b")], config, [4], tag="t", score=in_process(config))
     assert (found.scored, found.failures) == (1, {"lost": 1})
 
 

@@ -23,7 +23,7 @@ from tiny import make_tokenizer
 from paravt_ray.chat import Chat
 from paravt_ray.config import Config, ConfigError, check_config
 from paravt_ray.episode import Episode, Group, Sample
-from paravt_ray.evaluation.heldout import evaluate
+from paravt_ray.evaluation.heldout import evaluate, in_process
 from paravt_ray.evaluation.results import protocol
 from paravt_ray.rewards import accuracy, judge, score_episode
 from paravt_ray.rewards.actor import RewardPool
@@ -399,7 +399,7 @@ def test_held_out_answers_are_judged_too(endpoint: Endpoint) -> None:
     chat = Chat(make_tokenizer(["<answer>A</answer> crop_video seconds video"] * 4), 32)
     samples: list[Sample] = [held_out_sample(name, "red ball", "oe") for name in "abc"]
     fleet = Fleet(ScriptedEngine(chat, lambda request: answer_text("blue")), config)
-    found = evaluate(fleet, samples, config, [4], tag="t")
+    found = evaluate(fleet, samples, config, [4], tag="t", score=in_process(config))
     assert (found.asked, found.scored, found.failures) == (3, 2, {"reward": 1})
     assert found.slices["oe"].accuracy == 0.25
 

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from paradox_runs import ROOT, STEPS, finish, make_plan
@@ -20,6 +21,7 @@ from paravt_ray import cli
 from paravt_ray.chat import Chat
 from paravt_ray.config import config_items
 from paravt_ray.errors import InputError
+from paravt_ray.evaluation.heldout import in_process
 from paravt_ray.learner.checkpoint import COMPLETE
 from paravt_ray.paradox import measure, schedule
 from paravt_ray.paradox.arms import ANCHORED, ARMS, BY_NAME
@@ -299,9 +301,11 @@ def test_training_asks_its_held_out_questions_at_every_budget_of_the_tables(tmp_
     with RunDir(config) as run:
         trainer = Trainer(config, model, [sample("a")], run, Progress(1))
         trainer.fleet = Fleet(ScriptedEngine(trainer.chat, lambda request: answer_text("B")), config)  # type: ignore[assignment]
+        trainer.rewards = SimpleNamespace(score=in_process(config), judge_metrics=lambda: {"reward/judge_calls": 3.0})  # type: ignore[assignment]
         found = trainer.evaluate([sample("a"), sample("b")])
     assert {f"eval/accuracy/k{k}" for k in (4, 8, 16, 32, 64)} < found.keys()
     assert found["eval/scored"] == 10
+    assert found["eval/reward/judge_calls"] == 3.0, "they are not the next step's"
 
 
 # ---- how it runs ---------------------------------------------------------------------------------------------------

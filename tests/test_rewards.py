@@ -16,6 +16,7 @@ import ray
 
 from paravt_ray.config import Config
 from paravt_ray.episode import CallRecord, CallStatus, Episode, Frame, Group, Rewards, Sample, Trajectory, TurnRecord
+from paravt_ray.evaluation.heldout import report
 from paravt_ray.parsing import parse_turn
 from paravt_ray.rewards import accuracy, format_stats, score_episode
 from paravt_ray.rewards.accuracy import parse_window
@@ -283,6 +284,41 @@ def test_no_game_beats_an_honest_try(name: str) -> None:
     assert rewards.total < HONEST_RIGHT.total
 
 
+PARTIAL = {  # kind, right answer, given answer, R_acc
+    "the whole video": ("tvg", "[40, 50]", "[0, 200]", 10 / 200),
+    "a second of overlap": ("tvg", "[40, 50]", "[49, 60]", 1 / 20),
+    "many words": ("oe", "a red ball", " ".join(["red", *(f"thing{i}" for i in range(19))]), 2 / 22),
+    "one word again and again": ("oe", "a red ball", "red " * 10, 2 / 12),
+}
+
+
+@pytest.mark.parametrize(("kind", "gold", "answer", "accurate"), PARTIAL.values(), ids=PARTIAL)
+def test_what_a_game_for_partial_credit_is_worth_at_most(kind: str, gold: str, answer: str, accurate: float) -> None:
+    """A weakness of the paper's R_tool, kept and shown in docs/method.md: one call makes 0.8 of any R_acc above 0."""
+    ending = f"{THOUGHT}<answer>{answer}</answer>"
+    assert score(ending, kind=kind, gold=gold).total == pytest.approx(1.0 + accurate)
+    most = max(score(THOUGHT + CALL * calls, ending, kind=kind, gold=gold).total for calls in (1, 2, 10))
+    assert most == pytest.approx(1.0 + accurate + 0.8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gold", "answer", "looked", "worth"),
+    [
+        ("tvg", "[40, 50]", "[43, 53]", False, 7 / 13),
+        ("tvg", "[40, 50]", "[51, 60]", True, 0.3),
+        ("oe", "a red ball", "a red car", False, 0.5),
+        ("tvg", "[40, 50]", "[40, 50]", True, 1.8),
+        ("oe", "a red ball", "a red ball", True, 1.8),
+    ],
+)
+def test_what_honest_answers_are_worth_beside_those_games(
+    kind: str, gold: str, answer: str, looked: bool, worth: float
+) -> None:
+    """Near misses are worth less than the games are, right answers with a call are worth more."""
+    ending = f"{THOUGHT}<answer>{answer}</answer>"
+    assert score(*[THOUGHT + CALL] * looked, ending, kind=kind, gold=gold).total == pytest.approx(1.0 + worth)
+
+
 def test_repeated_and_misordered_blocks_lose_format() -> None:
     perfect = HONEST_WRONG.format
     for game in ("empty tags", "repeated blocks", "one answer each", "calls in thinking"):
@@ -397,6 +433,13 @@ def test_a_dying_scorer_costs_one_episode(pool: RewardPool) -> None:
     failures = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, ScoringFailure)]
     assert failures == [10] and "lost" in str(outcomes[10])
     assert pool.replacements == 2  # with its neighbours, then alone
+
+
+def test_a_held_out_answer_that_kills_the_scorer_costs_itself_alone(pool: RewardPool) -> None:
+    episodes = [episode(THOUGHT + "<answer>B</answer>") for _ in range(2)] + [with_answer(hostile_answer("die"))]
+    groups = [Group(f"g{number}", done.sample, 4, [done]) for number, done in enumerate(episodes)]
+    found = report(3, groups, pool.score)
+    assert (found.scored, found.failures) == (2, {"reward": 1})
 
 
 def test_a_spinning_scorer_is_ended_at_the_deadline(cluster: None) -> None:

@@ -29,7 +29,7 @@ class Cropper:
     """One decoder, one cache. `cached` may be called from any thread, `serve` from one at a time."""
 
     def __init__(self, timeout_s: float, cache_bytes: int) -> None:
-        """`timeout_s`: deadline for the decoding of one call."""
+        """`timeout_s`: deadline for the decoding of one call, whatever it takes: looks, retries, a decoder's start."""
         self._timeout_s = timeout_s
         self._cache = ShotCache(cache_bytes)
         self._infos: OrderedDict[FileId, VideoInfo] = OrderedDict()
@@ -69,10 +69,11 @@ class Cropper:
         Raises:
             ToolError: of any kind but overloaded and closed.
         """
+        deadline = time.monotonic() + self._timeout_s
         file = _identify(call.video)
         with self._lock:
             self._refuse_if_struck(file)
-        info = self._info(file)
+        info = self._info(file, deadline)
         if isinstance(call, ProbeCall):
             return info
         plan = call.plan(info)
@@ -81,7 +82,7 @@ class Cropper:
         if missing:
             extra = self._worthwhile(file, info, call, plan, missing, neighbours)
             ordered = tuple(sorted({*missing, *extra}))
-            result = self._decode(Job(file.path, ordered, call.limits, frozenset(extra)), file)
+            result = self._decode(Job(file.path, ordered, call.limits, frozenset(extra)), file, deadline)
             decoded = {t: shot for t, shot in zip(ordered, result.shots, strict=True) if shot is not None}
             with self._lock:
                 for target, shot in decoded.items():
@@ -96,17 +97,18 @@ class Cropper:
         Raises:
             ToolError: where it cannot be read at all.
         """
-        return self._decode(Job(video, thorough=True), _identify(video)).info
+        deadline = time.monotonic() + self._timeout_s
+        return self._decode(Job(video, thorough=True), _identify(video), deadline).info
 
     def stop(self) -> None:
         """End the decoder process."""
         self.decoder.stop()
 
-    def _info(self, file: FileId) -> VideoInfo:
+    def _info(self, file: FileId, deadline: float) -> VideoInfo:
         with self._lock:
             info = self._infos.get(file)
         if info is None:
-            info = self._decode(Job(file.path), file).info
+            info = self._decode(Job(file.path), file, deadline).info
             with self._lock:
                 self._infos[file] = info
                 while len(self._infos) > _KNOWN_FILES:
@@ -140,15 +142,15 @@ class Cropper:
         near = [target for target in wanted.difference(missing) if _distance(target.time, times) <= _NEAR_S]
         return set(near) - self._known(file, near, call).keys()
 
-    def _decode(self, job: Job, file: FileId) -> Result:
-        """Run the job; a decoder that died is replaced and the job tried once more."""
+    def _decode(self, job: Job, file: FileId, deadline: float) -> Result:
+        """Run the job by the deadline of its call; a decoder that died is replaced and the job tried once more."""
         try:
             try:
-                result = self.decoder.run(job, self._timeout_s)
+                result = self.decoder.run(job, max(0.0, deadline - time.monotonic()))
             except ToolError as error:
-                if error.kind is not ErrorKind.WORKER_DIED:
+                if error.kind is not ErrorKind.WORKER_DIED or time.monotonic() >= deadline:
                     raise
-                result = self.decoder.run(job, self._timeout_s)
+                result = self.decoder.run(job, max(0.0, deadline - time.monotonic()))
         except DecoderStartError:
             raise
         except ToolError as error:

@@ -47,7 +47,7 @@ class Result:
 
 
 class DecoderStartError(ToolError):
-    """No decoder process could be started: the fault is the machine's, not the file's."""
+    """No decoder process is there, or not in time: the fault is the machine's, not the file's."""
 
 
 class DecoderProcess:
@@ -59,6 +59,8 @@ class DecoderProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._dying: list[subprocess.Popen[bytes]] = []
+        self._starts_by: float | None = None
+        """On the monotonic clock; None where the child has said that it is ready."""
         self._jobs = 0
         self.started = 0
         """Children started so far."""
@@ -70,20 +72,22 @@ class DecoderProcess:
         return self._process.pid if self._process else None
 
     def run(self, job: Job, timeout_s: float) -> Result:
-        """Do the job in the child, within the deadline.
+        """Do the job in the child, within the deadline, which holds for the start of a child too.
 
         Raises:
             ToolError: timeout or worker_died; or what the reader found.
         """
+        deadline = time.monotonic() + timeout_s
         connection = self._connection or self._start()
+        self._wait_until_ready(connection, deadline)
         assert self._process is not None
         # The timer is for a child that stops in the middle of a message, where `poll` has no say.
-        timer = threading.Timer(timeout_s, self._process.kill)
+        left_s = max(0.0, deadline - time.monotonic())
+        timer = threading.Timer(left_s, self._process.kill)
         timer.start()
-        deadline = time.monotonic() + timeout_s
         try:
             connection.send(job)
-            reply: Result | ToolError | None = connection.recv() if connection.poll(timeout_s) else None
+            reply: Result | ToolError | None = connection.recv() if connection.poll(left_s) else None
         except (EOFError, OSError) as error:
             status = self.stop()
             if time.monotonic() < deadline:
@@ -95,7 +99,8 @@ class DecoderProcess:
             timer.cancel()
         if reply is None:
             self.stop()
-            raise ToolError(ErrorKind.TIMEOUT, f"Reading {job.path} took longer than {timeout_s:g} s and was stopped.")
+            message = f"Reading {job.path} was stopped after {timeout_s:.3g} s, at the deadline of its call."
+            raise ToolError(ErrorKind.TIMEOUT, message)
         self._jobs += 1
         if isinstance(reply, Result):
             self.resident_bytes = reply.resident_bytes
@@ -128,18 +133,29 @@ class DecoderProcess:
         )
         theirs.close()
         self._connection = ours
+        self._starts_by = time.monotonic() + _START_TIMEOUT_S
         self._jobs = self.resident_bytes = 0
         self.started += 1
-        try:
-            ready = ours.poll(_START_TIMEOUT_S) and ours.recv()
-        except (EOFError, OSError):
-            ready = False
-        if not ready:
-            status = self.stop()
-            raise DecoderStartError(
-                ErrorKind.WORKER_DIED, f"A decoder process could not be started (exit status {status})."
-            )
         return ours
+
+    def _wait_until_ready(self, connection: Connection, deadline: float) -> None:
+        """Wait for a child that is starting. One that is not ready by the deadline goes on, for the next job."""
+        if self._starts_by is None:
+            return
+        try:
+            if connection.poll(max(0.0, min(deadline, self._starts_by) - time.monotonic())):
+                connection.recv()
+                self._starts_by = None
+                return
+            failed = time.monotonic() >= self._starts_by
+        except (EOFError, OSError):
+            failed = True
+        if not failed:
+            raise DecoderStartError(ErrorKind.TIMEOUT, "The decoder process was still starting at the call's deadline.")
+        status = self.stop()
+        raise DecoderStartError(
+            ErrorKind.WORKER_DIED, f"A decoder process could not be started (exit status {status})."
+        )
 
 
 def _still_there(process: subprocess.Popen[bytes]) -> bool:

@@ -44,9 +44,9 @@ def episode_advantages(
         config: `advantage`, `batch_normalise` and `anchoring_scope` are read.
         format_weight: w_fmt. In scope `structural` it multiplies the format advantage, which has a spread of its own
             that it would vanish in otherwise.
-        penalties: [N] what the KL term takes off each episode's reward. They are centred within their group and taken
-            off the finished advantages: normalised with the rewards, the small differences of penalties would become
-            the whole signal of every group whose rewards are equal.
+        penalties: [N] the KL penalty of each episode. They are centred within their group and taken off the finished
+            advantages: normalised with the rewards, the small differences of penalties would become the whole signal
+            of every group whose rewards are equal.
 
     Raises:
         ValueError: the lengths differ or a reward is not finite.

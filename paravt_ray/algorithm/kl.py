@@ -11,8 +11,11 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) ->
 
     With d = reference - policy log-prob: `k1` = -d, `k2` = d^2 / 2, `k3` = exp(d) - 1 - d.
 
-    In the reward, `kl_coefficient` times the sum over an episode's trained tokens comes off R_acc + R_tool. In the
-    loss, `k1` would be without effect: its gradient is 0 in expectation (Tang & Munos, arXiv 2506.09477).
+    With `kl_placement: reward`, `kl_coefficient` times the sum over an episode's trained tokens, less its group's mean,
+    comes off the finished advantages (`advantages.episode_advantages`): a group whose rewards are equal has that alone,
+    and its strength is relative to advantages of unit spread, not to rewards.
+
+    In the loss, `k1` would be without effect: its gradient is 0 in expectation (Tang & Munos, arXiv 2506.09477).
 
     Args:
         logprobs: any shape, under the policy that sampled the tokens.

@@ -83,7 +83,6 @@ def make_rows(lengths: Sequence[int]) -> list[TrainRow]:
                 generated=generated,
                 advantages=np.where(generated, rng.normal(size=length), 0).astype(np.float32),
                 behaviour_logprobs=np.full(length, -np.log(ORDINARY_IDS), np.float32),
-                versions=np.zeros(length, np.int32),
                 frames=[],
                 group_index=number,
                 sequence_index=number,

@@ -50,18 +50,18 @@ def run(config: Config) -> int:
     print(f"Reading the files of {config.model.path}: results are kept by their digest (a minute for a large model).")
     folder, owner = Path(config.eval.results).absolute(), owner_of(config)
     with ResultFile(folder / f"{config.eval.split}.jsonl") as file:
-        known = read_results(file.path, owner)
+        known = read_results(file.path, owner, config.reward.open_ended)
         left = [question for key, question in questions.items() if key not in known]
         print(f"{config.eval.split}: {len(questions)} questions, {len(questions) - len(left)} of them answered before.")
         failures: Counter[str] = Counter()
         if left:
             with started_fleet(config, chat, folder / "logs") as fleet:
                 failures = ask(left, config, fleet, file, owner)
-        results = read_results(file.path, owner)
+        results = read_results(file.path, owner, config.reward.open_ended)
     found = {key: results[key] for key in questions if key in results}
     text = report(config.eval.split, list(found.values()), len(questions), failures)
     if config.eval.split in SCHEMAS:
-        text += f"\n\nBeside the paper's 8B models, in %:\n\n{beside_paper(label, _headlines(folder, owner))}"
+        text += f"\n\nBeside the paper's 8B models, in %:\n\n{beside_paper(label, _headlines(folder, owner, config))}"
         write_samples(folder / f"samples_{SCHEMAS[config.eval.split].lmms_task}.jsonl", questions, found)
     replace_file(folder / f"{config.eval.split}.md", f"# {label}\n\n{text}\n")
     print(f"\n{text}\n\nResults, table, logs and samples for lmms-eval are in {folder}.")
@@ -113,6 +113,8 @@ def ask(
         for reason in group.failures:
             logger.warning("Sample %s failed: %s", question.sample.sample_id, reason)
             failures[reason.split(":", 1)[0]] += 1
+        # In this process: a pool of reward actors would cost processes and a start on every command, to guard against a
+        # scorer that hangs on one answer. Here that costs no more than the command, which goes on from what it has.
         outcomes = score_all(group.episodes, config, judge).outcomes
         for episode, outcome in zip(group.episodes, outcomes, strict=True):
             if isinstance(outcome, ScoringFailure):
@@ -139,10 +141,10 @@ def _spec(group_id: str, question: Question, config: Config) -> GroupSpec:
     )
 
 
-def _headlines(folder: Path, owner: Owner) -> dict[str, Score]:
+def _headlines(folder: Path, owner: Owner, config: Config) -> dict[str, Score]:
     """The first score of every split that has results of this owner."""
-    results = {split: list(read_results(folder / f"{split}.jsonl", owner).values()) for split in SCHEMAS}
-    return {split: scores(split, found)[0] for split, found in results.items() if found}
+    read = {split: read_results(folder / f"{split}.jsonl", owner, config.reward.open_ended) for split in SCHEMAS}
+    return {split: scores(split, list(found.values()))[0] for split, found in read.items() if found}
 
 
 def _label(config: Config) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol
@@ -15,12 +15,15 @@ from typing import Protocol
 from paravt_ray.config import Config
 from paravt_ray.episode import CallStatus, Episode, Group, Sample
 from paravt_ray.rewards.judge import Judge
-from paravt_ray.rewards.outcomes import ScoringFailure, score_all
+from paravt_ray.rewards.outcomes import Outcome, ScoringFailure, score_all
 from paravt_ray.rollout.gating import draw_frame_budget
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.metrics import format_metrics, reward_metrics, tool_metrics
 
 logger = logging.getLogger(__name__)
+
+Scorer = Callable[[list[Episode]], list[Outcome]]
+"""Gives each episode its outcome, in order: `RewardPool.score`, or `in_process` without one."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +80,27 @@ class Fleet(Protocol):
         ...
 
 
+def in_process(config: Config) -> Scorer:
+    """Score in this process, which a scorer that hangs would hold up."""
+    judge = Judge.of(config)
+    return lambda episodes: score_all(episodes, config, judge).outcomes
+
+
 def evaluate(
-    fleet: Fleet, samples: Sequence[Sample], config: Config, budgets: Sequence[int] | None = None, *, tag: str
+    fleet: Fleet,
+    samples: Sequence[Sample],
+    config: Config,
+    budgets: Sequence[int] | None = None,
+    *,
+    tag: str,
+    score: Scorer,
 ) -> HeldOutReport:
     """Ask every sample once at each budget, or, without budgets, once at the K that training would draw for it.
 
     `tag` distinguishes the evaluation's group ids from those of the training run and of other evaluations.
     """
     specs = held_out_specs(samples, config, budgets, tag)
-    return report(len(specs), fleet.rollout(specs), config)
+    return report(len(specs), fleet.rollout(specs), score)
 
 
 def held_out_specs(
@@ -107,7 +122,7 @@ def held_out_specs(
     ]
 
 
-def report(asked: int, groups: Iterable[Group], config: Config) -> HeldOutReport:
+def report(asked: int, groups: Iterable[Group], score: Scorer) -> HeldOutReport:
     """Score the episodes of the groups and sum them up; sets `rewards` of each scored episode."""
     failures: Counter[str] = Counter()
     scored: list[Episode] = []
@@ -115,8 +130,7 @@ def report(asked: int, groups: Iterable[Group], config: Config) -> HeldOutReport
     for group in groups:
         failures.update(reason.split(":", 1)[0] for reason in group.failures)
     episodes = [episode for group in groups for episode in group.episodes]
-    outcomes = score_all(episodes, config, Judge.of(config)).outcomes
-    for episode, outcome in zip(episodes, outcomes, strict=True):
+    for episode, outcome in zip(episodes, score(episodes), strict=True):
         if isinstance(outcome, ScoringFailure):
             logger.warning("Sample %s cannot be scored: %s", episode.sample.sample_id, outcome.reason)
             failures["reward"] += 1

@@ -1,7 +1,8 @@
 """Results of a benchmark, kept sample by sample: whose they are, what they hold, and the file that they stand in.
 
 A result belongs to a model (its files), a protocol (everything that decides what the model is shown and may do) and a
-question (its text and right answer). One of another model, protocol or question is never used in its place.
+question (its text and right answer). One of another model, protocol or question is never used in its place. Scores that
+rules give are given anew whenever results are read, so that answers of before and after a change of the rules compare.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from paravt_ray.config import Config
 from paravt_ray.episode import CallStatus, Episode, QuestionType
 from paravt_ray.errors import InputError
 from paravt_ray.evaluation.splits import Question
+from paravt_ray.rewards.accuracy import accuracy
 from paravt_ray.rewards.judge import JUDGE_SYSTEM
 from paravt_ray.tools.offered import load_tools
 from paravt_ray.tracking.episodes import episode_record
@@ -191,16 +193,21 @@ class ResultFile:
         self.close()
 
 
-def read_results(path: Path, owner: Owner) -> dict[str, Result]:
-    """The results of one owner by question; of several of one question the last. Empty where there is no file.
+def read_results(path: Path, owner: Owner, open_ended: str) -> dict[str, Result]:
+    """The results of one owner by question, scored by today's rules; of several of one question the last.
+
+    Args:
+        path: of a `ResultFile`; nothing is read where there is none.
+        owner: whose.
+        open_ended: `reward.open_ended`; what a judge gave is kept.
 
     Raises:
         InputError: a line is no result.
     """
-    return dict(_results(path, owner)) if path.is_file() else {}
+    return dict(_results(path, owner, open_ended)) if path.is_file() else {}
 
 
-def _results(path: Path, owner: Owner) -> Iterator[tuple[str, Result]]:
+def _results(path: Path, owner: Owner, open_ended: str) -> Iterator[tuple[str, Result]]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):  # still being written, or cut off by a crash
@@ -208,11 +215,16 @@ def _results(path: Path, owner: Owner) -> Iterator[tuple[str, Result]]:
             try:
                 record = json.loads(line)
                 if Owner(record["model"], record["protocol"]) == owner:
-                    yield record["question"], Result(**record["result"])
+                    yield record["question"], _scored(Result(**record["result"]), open_ended)
             except (ValueError, LookupError, TypeError) as error:
                 raise InputError(
                     f"Line {number} of {path} is no result ({error}). Remove that line, or choose another eval.results."
                 ) from error
+
+
+def _scored(result: Result, open_ended: str) -> Result:
+    score = accuracy(result.answer, result.gold, result.question_type, open_ended, judged=result.score)
+    return replace(result, score=score)
 
 
 def _digest(content: Any) -> str:

@@ -143,7 +143,7 @@ class Collator:
                 generated token, log-probs that are not finite.
         """
         ids = np.asarray(row.token_ids)
-        lengths = {len(ids), len(row.generated), len(row.advantages), len(row.behaviour_logprobs), len(row.versions)}
+        lengths = {len(ids), len(row.generated), len(row.advantages), len(row.behaviour_logprobs)}
         if len(lengths) != 1 or not len(ids):
             raise InvalidTrajectoryError(f"The arrays of a row have the lengths {sorted(lengths)}.")
         if row.generated[0]:

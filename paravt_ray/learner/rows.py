@@ -95,7 +95,7 @@ def _advantages(
 
 
 def kl_penalties(rows: Sequence[TrainRow], episodes: int, config: Config) -> list[float]:
-    """What each episode's reward loses: the coefficient times its KL estimate, summed over its sampled tokens."""
+    """Each episode's KL penalty: the coefficient times its KL estimate, summed over its sampled tokens."""
     penalties = [0.0] * episodes
     if config.algorithm.kl_placement == "reward" and config.algorithm.kl_coefficient > 0:
         for row in rows:

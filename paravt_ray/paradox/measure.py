@@ -11,7 +11,7 @@ from paravt_ray.data.reader import read_samples
 from paravt_ray.episode import Sample
 from paravt_ray.errors import UserError
 from paravt_ray.evaluation.benchmark import started_fleet
-from paravt_ray.evaluation.heldout import Fleet, evaluate, report
+from paravt_ray.evaluation.heldout import Fleet, evaluate, in_process, report
 from paravt_ray.evaluation.results import model_digest
 from paravt_ray.paradox.mechanism import GroupRecord
 from paravt_ray.rollout.gating import draw_frame_budget
@@ -61,7 +61,7 @@ def sample_mechanism(
             for number, (sample, budget) in enumerate(zip(samples, budgets, strict=True))
         ]
         groups = fleet.rollout(specs)
-        if not report(asked * len(specs), groups, config).scored:  # sets the rewards
+        if not report(asked * len(specs), groups, in_process(config)).scored:  # sets the rewards
             reasons = sorted({reason for group in groups for reason in group.failures})
             raise MeasurementError(f"No rollout of the {prior} prior at {shown} succeeded: {'; '.join(reasons[:3])}")
         for group in groups:
@@ -90,7 +90,7 @@ def evaluate_checkpoint(config: Config, model: Path, run: RunDir) -> None:
     config.model.path = str(model)
     data, trainer = config.data, config.trainer
     held_out = read_samples(data.valid, data.video_root, data.max_unusable)[0][: trainer.eval_samples or None]
-    chat = Chat.from_pretrained(model, config.model.frames_as)
-    with started_fleet(config, chat, run.logs) as fleet:
-        found = evaluate(fleet, held_out, config, trainer.eval_budgets or None, tag=f"eval/{trainer.steps}")
+    with started_fleet(config, Chat.from_pretrained(model, config.model.frames_as), run.logs) as fleet:
+        budgets, tag = trainer.eval_budgets or None, f"eval/{trainer.steps}"
+        found = evaluate(fleet, held_out, config, budgets, tag=tag, score=in_process(config))
     run.log_metrics(trainer.steps, {f"eval/{name}": value for name, value in found.flat().items()})

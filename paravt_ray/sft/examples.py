@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paravt_ray.chat import Chat, Message, Part, Video, assistant_parts, user_parts
 from paravt_ray.config import Config
-from paravt_ray.episode import NOT_GENERATED, Frame, TrainRow
+from paravt_ray.episode import Frame, TrainRow
 from paravt_ray.rollout.gating import draw_frame_budget
 from paravt_ray.sft.conversations import Conversation, ImageRef, SkippedRowError, Turn, VideoRef
 from tool_workers.calls import CropCall, OverviewCall
@@ -117,8 +117,7 @@ class ExampleBuilder:
         if len(ids) > self._config.model.context_length:
             raise SkippedRowError("longer than model.context_length", f"{len(ids)} tokens")
         zeros = np.zeros(len(ids), np.float32)
-        versions = np.full(len(ids), NOT_GENERATED, np.int32)
-        return TrainRow(ids, trained, zeros, zeros, versions, rendered.frames)
+        return TrainRow(ids, trained, zeros, zeros, rendered.frames)
 
     def _message(self, turn: Turn, row_id: str, epoch: int) -> Message:
         parts: list[Part] = []

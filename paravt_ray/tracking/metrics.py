@@ -10,7 +10,7 @@
     rollout/{episodes,failed}                    counts
     rollout/turns                                assistant turns per episode
     rollout/new_tokens                           sampled tokens of the step, sub-agents included
-    rollout/tokens_per_s                         the same per second of rollout
+    rollout/tokens_per_s                         the same per second in which the generators worked on the step
     rollout/staleness                            versions between an episode's oldest weights and the learner's, mean
     rollout/duplicate_rate                       share of valid calls that repeat an earlier one of their episode
 
@@ -34,12 +34,12 @@ _RUN = (CallStatus.SERVED, CallStatus.FAILED)
 _ERRORS = (CallStatus.INVALID, CallStatus.OVER_CAP, CallStatus.FAILED)
 
 
-def step_metrics(groups: Sequence[Group], rollout_seconds: float, version: int) -> dict[str, float]:
+def step_metrics(groups: Sequence[Group], sampling_seconds: float, version: int) -> dict[str, float]:
     """The metrics of the rollouts that one step consumes.
 
     Args:
         groups: with rewards on every episode.
-        rollout_seconds: how long the step spent on them.
+        sampling_seconds: how long the generators worked meanwhile.
         version: of the learner's weights when it takes them.
     """
     episodes = [episode for group in groups for episode in group.episodes]
@@ -51,7 +51,7 @@ def step_metrics(groups: Sequence[Group], rollout_seconds: float, version: int) 
     metrics |= {
         "rollout/turns": fmean(len(episode.turns) for episode in episodes),
         "rollout/new_tokens": float(new_tokens),
-        "rollout/tokens_per_s": new_tokens / max(rollout_seconds, 1e-9),
+        "rollout/tokens_per_s": new_tokens / max(sampling_seconds, 1e-9),
     }
     sampled = [episode.policy_version for episode in episodes if episode.policy_version != NOT_GENERATED]
     if sampled:
