@@ -146,7 +146,14 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     RunDir(config(tmp_path)).close()
     with pytest.raises(RunDirError, match=r"already holds a run.*trainer\.resume=auto"):
         RunDir(config(tmp_path))
+
+
+def test_a_run_has_its_old_configuration_until_it_goes_on(tmp_path: Path) -> None:
+    """Whatever refuses to go on comes before `rewind`, and must find the run as it was."""
+    RunDir(config(tmp_path, steps=11)).close()
     with RunDir(config(tmp_path, resume="auto", steps=99)) as run:
+        assert load_config(run.path / "config.yaml").trainer.steps == 11
+        run.rewind(-1)
         assert load_config(run.path / "config.yaml").trainer.steps == 99
 
 

@@ -74,7 +74,7 @@ class Learner:
             CheckpointError: `resume` is incomplete or belongs to another learning-rate schedule.
         """
         self.config, self.schedule, self.rank, self.ranks = config, schedule, rank, ranks
-        self.steps_done = _steps_done(resume, schedule) if resume else 0
+        self.steps_done = resumed_steps(resume, schedule) if resume else 0
         """Optimizer steps so far."""
         self.device = init_distributed(rank, ranks, rendezvous, config.learner.timeout_s)
         self._source = model_path
@@ -334,8 +334,12 @@ class Learner:
                 pass
 
 
-def _steps_done(path: Path, schedule: LrSchedule) -> int:
-    """Optimizer steps of a checkpoint, if a run with this schedule can go on from it."""
+def resumed_steps(path: Path, schedule: LrSchedule) -> int:
+    """Optimizer steps of a checkpoint, if a learner with this schedule can go on from it.
+
+    Raises:
+        CheckpointError: it cannot, or the checkpoint is incomplete.
+    """
     checkpoint.read_state(path)  # refuses an incomplete one
     saved = checkpoint.read_json(path / checkpoint.LEARNER_FILE)
     done, before = int(saved["steps_done"]), LrSchedule(**saved["schedule"])
