@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,10 @@ class Sample:
     """Absolute paths. A model only ever chooses among them by base name."""
     answer: str
     question_type: QuestionType
+
+    def content(self) -> list[Any]:
+        """What makes it this sample, as JSON: the same id may be asked anew. Where its videos lie does not matter."""
+        return [self.sample_id, self.question, self.answer, self.question_type, [Path(v).name for v in self.videos]]
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,7 @@ class PromptQueue:
         return self._stream.state(ahead=[position for asked in self._ahead for position in asked.positions])
 
     def restore(self, state: dict[str, Any], step: int) -> None:
-        """Go on behind a saved state, with the prompts of the step after `step`. Nothing may be asked yet.
-
-        Raises:
-            DataError: the seed or the samples are not those of the state.
-        """
+        """Go on behind a saved state, with the prompts of the step after `step`. Nothing may be asked yet."""
         self._stream.restore(state)
         self._last_step = step
 

@@ -16,8 +16,9 @@ from paravt_ray.episode import Group, Sample
 from paravt_ray.errors import InputError, UserError
 from paravt_ray.evaluation.heldout import evaluate
 from paravt_ray.learner.actor import LearnerGroup
-from paravt_ray.learner.checkpoint import latest_complete, read_state
+from paravt_ray.learner.resume import Origin, check_resume
 from paravt_ray.learner.rows import build_rows, has_signal, set_advantages
+from paravt_ray.learner.schedule import LrSchedule
 from paravt_ray.prompts import PromptQueue
 from paravt_ray.rewards.actor import RewardPool
 from paravt_ray.rollout.canary import canary_row, check_canary
@@ -74,6 +75,8 @@ class Trainer:
         """
         self.config, self.model, self.run_dir, self.progress = config, model, run, progress
         self.prompts = PromptQueue(config, samples)
+        progress.stage("reading the model's files", "a minute for a large model")
+        self.origin = Origin.of(config, model, (sample.content() for sample in samples))
         self.chat = Chat.from_pretrained(model, config.model.frames_as)
         self.version = 0
         """Steps done, and the version of the weights that the learner holds after them."""
@@ -82,20 +85,24 @@ class Trainer:
         self._stack = ExitStack()
 
     def __enter__(self) -> Trainer:
-        """Start all actors, the slow ones at the same time; on resume, from the newest complete checkpoint."""
+        """Start all actors, the slow ones at the same time; on resume, from the newest complete checkpoint.
+
+        Raises:
+            CheckpointError: the run cannot go on from it, and is left as it was.
+        """
         with ExitStack() as stack:
-            checkpoint = latest_complete(self.run_dir.checkpoints)
-            if checkpoint is not None:
-                state = read_state(checkpoint)
-                self.version = int(state["step"])
-                self.prompts.restore(state["stream"], self.version)
-            self.run_dir.rewind(self.version if checkpoint else -1)
+            resume = check_resume(self.run_dir.checkpoints, self.origin, LrSchedule.of_training(self.config))
+            if resume is not None:
+                self.version = resume.step
+                self.prompts.restore(resume.state["stream"], self.version)
+            self.run_dir.rewind(self.version if resume else -1)
             mlflow = stack.enter_context(MlflowLogger(self.run_dir, self.config))
             self.tracker = Tracker(self.run_dir, self.progress, mlflow)
             self.progress.stage("starting the engines and the learner", "30 to 60 s")
             self.pool = crop_pool(self.config, self.chat.patch_factor)
             stack.callback(self.pool.close)
             self.fleet = stack.enter_context(GeneratorFleet(self.config, self.pool, self.run_dir.logs))
+            checkpoint = resume.checkpoint if resume else None
             self.learner = stack.enter_context(LearnerGroup(self.config, self.model, resume=checkpoint))
             self.rewards = RewardPool(self.config)
             stack.callback(self.rewards.close)
@@ -233,7 +240,7 @@ class Trainer:
     def save(self, step: int) -> None:
         """Write a checkpoint from which `trainer.resume=auto` goes on, with the prompts that no step has consumed."""
         with self.stage("checkpoint"):
-            state = {"step": step, "stream": self.prompts.state()}
+            state = self.origin.state(step, stream=self.prompts.state())
             self.learner.save(self.run_dir.checkpoint(step), state, self.config.trainer.keep_checkpoints)
 
     @contextmanager

@@ -24,7 +24,7 @@ from paravt_ray.episode import Group
 from paravt_ray.errors import InputError
 from paravt_ray.evaluation import benchmark
 from paravt_ray.evaluation.export import response
-from paravt_ray.evaluation.results import Owner, Result, model_digest, read_results
+from paravt_ray.evaluation.results import Owner, Result, read_results
 from paravt_ray.evaluation.tables import PAPER, beside_paper, bootstrap, report, scores, wilson
 from paravt_ray.rollout.agent import run_group
 from paravt_ray.rollout.canary import CanaryRun
@@ -32,6 +32,7 @@ from paravt_ray.rollout.engine import EngineError
 from paravt_ray.rollout.fleet import GeneratorFleet
 from paravt_ray.rollout.generator import GeneratorInfo
 from paravt_ray.rollout.spec import GroupSpec
+from paravt_ray.weights.digest import model_digest
 from paravt_ray.weights.push import Push
 
 COUNT = 6

@@ -223,6 +223,29 @@ def test_a_failed_save_says_so_and_touches_nothing(tmp_path: Path) -> None:
     assert latest_complete(tmp_path) == kept
 
 
+_SAVER_ON_A_FULL_DISK = """
+import resource, sys, torch
+from pathlib import Path
+from paravt_ray.learner.checkpoint import CheckpointWriteError, atomic_directory, write_tensors
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+try:
+    with atomic_directory(Path(sys.argv[1])) as building:
+        write_tensors([("a", torch.zeros(1 << 20))], building / "model", "model")
+except CheckpointWriteError as error:
+    print(error)
+"""
+
+
+def test_weights_that_find_no_room_are_one_sentence(tmp_path: Path) -> None:
+    """The library that writes tensors does not raise an OSError, as all else does."""
+    kept = make_complete(tmp_path, 1)
+    command = [sys.executable, "-c", _SAVER_ON_A_FULL_DISK, str(tmp_path / "step_000002")]
+    saver = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert saver.returncode == 0, saver.stderr
+    assert "step_000002 could not be written (" in saver.stdout and "File too large" in saver.stdout
+    assert latest_complete(tmp_path) == kept
+
+
 def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     make_complete(tmp_path, 3)
     with atomic_directory(tmp_path / "step_000003") as building:

@@ -238,14 +238,6 @@ def test_what_was_drawn_ahead_is_drawn_again_and_nothing_else() -> None:
     assert "taken" not in again.state()
 
 
-def test_a_stream_is_not_continued_on_other_data_or_with_another_seed() -> None:
-    state = stream().state()
-    with pytest.raises(DataError, match=r"trainer\.seed=1"):
-        stream(seed=2).restore(state)
-    with pytest.raises(DataError, match="not those of the checkpoint"):
-        stream(count=9).restore(state)
-
-
 def test_no_samples_no_stream() -> None:
     with pytest.raises(DataError):
         SampleStream([], 0)

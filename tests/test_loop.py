@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from waiting import wait_for
 
 from paravt_ray.chat import Chat, main_messages, question_text
 from paravt_ray.config import Config, model_directory
@@ -136,25 +137,27 @@ def test_a_killed_run_goes_on_and_ends_alone(run: Path, data: Path) -> None:
         assert process.poll() is None, "the run ended by itself"
         assert time.monotonic() < deadline, "no third step"
         time.sleep(0.05)
+    started = psutil.Process(process.pid).children(recursive=True)
+    commands = [" ".join(child.cmdline()) for child in _alive(started)]
+    for part in ("raylet", "ray::LearnerActor", "EngineCore", "mlflow_log"):
+        assert any(part in command for command in commands), f"{part} is missing: {commands}"
     process.send_signal(signal.SIGKILL)
     process.wait(30)
+    wait_for(lambda: not _alive(started), "the end of all that the run had started", 60)
     result = train(data, run, "trainer.steps=4", "trainer.resume=auto", "data.valid=")
     assert result.returncode == 0, result.stdout + result.stderr
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     asked = [{e["sample"]["sample_id"] for e in episodes(run, step)} for step in (1, 2, 3, 4)]
     assert len(set.union(*asked)) == 8, "every prompt of the epoch is asked once"
-    assert not _left_behind(run)
 
 
-def _left_behind(run: Path) -> list[str]:
-    """Commands of living processes that name the run directory."""
+def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run; one that ended and that nobody has waited for does not."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if str(run) in line and "pytest" not in line:
-                found.append(line)
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
     return found

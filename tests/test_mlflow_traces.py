@@ -174,12 +174,16 @@ def test_no_trace_is_there_twice_whoever_sends_it(tmp_path: Path, database: Path
         assert len(sent) == 4
     with RunDir(settings(tmp_path, resume="auto")) as run:
         run.rewind(1)
+        follow(run, database)
+        assert {trace.info.trace_id for trace in traces(database, run)} == sent, "nothing is new yet"
         do_step(run, 2, "cut", "cut", "cut")
         do_step(run, 3, "right", "wrong", "cut")
         follow(run, database)
         found = traces(database, run)
     assert [trace.info.tags["step"] for trace in found] == ["1", "1", "2", "2", "3", "3"]
     assert sent < {trace.info.trace_id for trace in found}
+    again = [trace for trace in found if trace.info.tags["step"] == "2"]
+    assert [trace.info.response_preview for trace in again] == ["(length)"] * 2, "traces of what was abandoned"
 
 
 def test_a_step_whose_traces_were_cut_short_is_sent_anew(tmp_path: Path, database: Path) -> None:

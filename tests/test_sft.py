@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -24,7 +25,7 @@ from paravt_ray.config import Config
 from paravt_ray.data.synth_video import plan_clip, write_clip
 from paravt_ray.episode import TrainRow
 from paravt_ray.errors import InputError
-from paravt_ray.learner.checkpoint import read_tensors
+from paravt_ray.learner.checkpoint import CheckpointError, read_tensors
 from paravt_ray.learner.learner import Learner
 from paravt_ray.rollout.gating import draw_frame_budget
 from paravt_ray.sft.conversations import Skipped, SkippedRowError, VideoRef, read_conversations
@@ -302,6 +303,70 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
         [(line["step"], line["train/loss"]) for line in read_metrics(out / "metrics.jsonl")] for out in (whole, again)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_a_run_goes_on_with_its_own_data_model_and_settings_alone(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused leaves the run as it was; where files lie does not matter."""
+    rows = training_rows()
+    write_rows(config, rows)
+    config.sft.steps, config.trainer.save_every = 3, 2
+    fit = Learner.fit
+
+    def fails_at_the_third(self: Learner, batch: list[TrainRow]) -> dict[str, float]:
+        if self.steps_done == 2:
+            raise KeyboardInterrupt
+        return fit(self, batch)
+
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(Learner, "fit", fails_at_the_third)
+        train(config)
+    out = Path(config.sft.output)
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "time": 1.0}\n')  # done, and lost with its weights
+    before = contents(out)
+
+    again = replace(config, trainer=replace(config.trainer, resume="auto"))
+    moved = Path(shutil.copytree(config.model.path, tmp_path / "moved"))
+    changed = Path(shutil.copytree(config.model.path, tmp_path / "changed"))
+    (changed / "chat_template.jinja").write_text("another")
+    for other, reason in (
+        (replace(again, trainer=replace(again.trainer, seed=5)), r"trainer\.seed=0, this run has 5"),
+        (replace(again, sft=replace(again.sft, batch_size=2)), r"sft\.batch_size=4, this run has 2"),
+        (replace(again, learner=replace(again.learner, lr=1e-4)), "another learning rate"),
+        (replace(again, model=replace(again.model, path=str(changed))), "another model than the one at model.path"),
+    ):
+        with pytest.raises(CheckpointError, match=reason):
+            train(other)
+        assert contents(out) == before
+    write_rows(config, [*rows[:-1], simple("v1.mp4#frames=2", "<answer>C</answer>")])
+    with pytest.raises(CheckpointError, match=r"data\.train are not those of"):
+        train(again)
+    assert contents(out) == before
+
+    write_rows(config, rows)
+    train(replace(again, model=replace(again.model, path=str(moved))))
+    assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2, 3]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All files of a run but its lock."""
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != ".lock"}
+
+
+def test_a_run_without_a_checkpoint_begins_anew(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(config, training_rows())
+    config.data.valid, config.sft.steps = config.data.train, 1
+
+    def fails(*_: object) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(Learner, "fit", fails)
+        train(config)
+    out = train(replace(config, trainer=replace(config.trainer, resume="auto")))
+    assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [0, 1]
 
 
 @pytest.mark.slow

@@ -278,32 +278,18 @@ class SampleStream:
         return [self._next() for _ in range(count)]
 
     def state(self, ahead: Collection[int] = ()) -> dict[str, Any]:
-        """What a checkpoint keeps: where to go on, what was drawn from behind there, and what the order depends on.
+        """What a checkpoint keeps: where to go on, and what was drawn from behind there.
 
         Args:
             ahead: positions of samples that were drawn and are to be drawn again after a restart.
         """
         position = min(ahead, default=self.position)
         drawn = {*range(position, self.position), *self._taken}.difference(ahead)
-        state = {"position": position, "seed": self._seed, "samples": self._fingerprint()}
+        state: dict[str, Any] = {"position": position}
         return state | {"taken": sorted(drawn)} if drawn else state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where a saved stream stood.
-
-        Raises:
-            DataError: the seed or the samples are not those of the saved stream, so its order cannot be continued.
-        """
-        if state["seed"] != self._seed:
-            raise DataError(
-                f"The checkpoint was made with trainer.seed={state['seed']}, this run has {self._seed}: the order of "
-                f"samples cannot be continued. Set trainer.seed={state['seed']}, or start a new run directory."
-            )
-        if state["samples"] != self._fingerprint():
-            raise DataError(
-                "The usable samples of data.train are not those of the checkpoint: the order of samples cannot be "
-                "continued. Restore the data (files and videos), or start a new run directory."
-            )
+        """Go on where a stream of the same samples and seed stood."""
         self.position = int(state["position"])
         self._taken = set(state.get("taken", ()))
 
@@ -322,7 +308,3 @@ class SampleStream:
             return hashlib.sha256(f"{self._seed}/{epoch}/{index}/{self._samples[index].sample_id}".encode()).digest()
 
         return sorted(range(len(self._samples)), key=key)
-
-    def _fingerprint(self) -> str:
-        ids = json.dumps([sample.sample_id for sample in self._samples])
-        return hashlib.sha256(ids.encode()).hexdigest()[:16]

@@ -27,8 +27,8 @@ from paravt_ray.rewards.judge import JUDGE_SYSTEM
 from paravt_ray.tools.offered import load_tools
 from paravt_ray.tracking.episodes import episode_record
 from paravt_ray.tracking.metrics import sampled_tokens, tool_metrics
+from paravt_ray.weights.digest import model_digest
 
-NOT_THE_MODEL = (".md", ".log")
 ROLLOUT_KEYS = (
     "max_new_tokens",
     "max_tool_turns",
@@ -81,17 +81,6 @@ class Result:
 def owner_of(config: Config) -> Owner:
     """The owner of what a run with this configuration finds; `model.path` is a directory."""
     return Owner(model_digest(Path(config.model.path)), _digest(protocol(config)))
-
-
-def model_digest(directory: Path) -> str:
-    """Digest of a checkpoint's files, by name and content; where it lies does not matter."""
-    digest = hashlib.sha256()
-    files = (p for p in directory.iterdir() if p.is_file() and not p.name.startswith("."))
-    for file in sorted(file for file in files if file.suffix not in NOT_THE_MODEL):
-        with file.open("rb") as stream:
-            content = hashlib.file_digest(stream, "sha256").hexdigest()
-        digest.update(f"{file.name}\0{content}\n".encode())
-    return digest.hexdigest()[:16]
 
 
 def protocol(config: Config) -> dict[str, Any]:

@@ -93,8 +93,7 @@ class LearnerGroup:
         """
         self._timeout_s = config.learner.timeout_s
         self._ranks = config.learner.ranks
-        updates = config.trainer.steps * config.learner.updates_per_step
-        schedule = supervised or LrSchedule.from_config(config.learner, updates)
+        schedule = supervised or LrSchedule.of_training(config)
         reference = model_path if config.algorithm.kl_coefficient > 0 and supervised is None else None
         log.info("%s", schedule.describe())
         gpu = ray.cluster_resources().get("GPU", 0) > 0

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from paravt_ray.errors import InputError, UserError
@@ -98,9 +99,10 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         _sync(path)
         if replaced.exists():
             shutil.rmtree(replaced)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointWriteError(
-            f"The checkpoint {path} could not be written ({error.strerror or error}); older checkpoints are untouched."
+            f"The checkpoint {path} could not be written ({reason}); older checkpoints are untouched."
         ) from error
 
 

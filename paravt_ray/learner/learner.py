@@ -84,7 +84,9 @@ class Learner:
         """
         self.config, self.schedule, self.rank, self.ranks = config, schedule, rank, ranks
         self._lora = LoraState.of(config.learner, model_path)
-        self.steps_done = _steps_done(resume, schedule, self._lora) if resume else 0
+        self.steps_done = resumed_steps(resume, schedule) if resume else 0
+        if resume:
+            _check_lora(resume, self._lora)
         """Optimizer steps so far."""
         self.device = init_distributed(rank, ranks, rendezvous, config.learner.timeout_s)
         self._source = model_path
@@ -377,11 +379,8 @@ class Learner:
                 pass
 
 
-def _steps_done(path: Path, schedule: LrSchedule, lora: LoraState | None) -> int:
-    """Optimizer steps of a checkpoint, if a run with this schedule and LoRA setting can go on from it."""
-    checkpoint.read_state(path)  # refuses an incomplete one
+def _check_lora(path: Path, lora: LoraState | None) -> None:
     saved = checkpoint.read_json(path / checkpoint.LEARNER_FILE)
-    done, before = int(saved["steps_done"]), LrSchedule(**saved["schedule"])
     adapted = LoraState(**saved["lora"]) if saved.get("lora") else None
     if adapted != lora:
         raise checkpoint.CheckpointError(
@@ -389,6 +388,17 @@ def _steps_done(path: Path, schedule: LrSchedule, lora: LoraState | None) -> int
             "learner.lora_rank, learner.lora_alpha and model.path as they were, or start a new run directory from "
             f"model.path={path / checkpoint.MODEL}."
         )
+
+
+def resumed_steps(path: Path, schedule: LrSchedule) -> int:
+    """Optimizer steps of a checkpoint, if a learner with this schedule can go on from it.
+
+    Raises:
+        CheckpointError: it cannot, or the checkpoint is incomplete.
+    """
+    checkpoint.read_state(path)  # refuses an incomplete one
+    saved = checkpoint.read_json(path / checkpoint.LEARNER_FILE)
+    done, before = int(saved["steps_done"]), LrSchedule(**saved["schedule"])
     last = max(0, done - 1)
     if any(before.at(step) != schedule.at(step) for step in (0, last // 2, last)):
         raise checkpoint.CheckpointError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paravt_ray.config import ConfigError, LearnerConfig
+from paravt_ray.config import Config, ConfigError, LearnerConfig
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,15 @@ class LrSchedule:
                 "the learning rate would never reach learner.lr."
             )
         return cls(config.lr, config.warmup_steps, total_steps, config.schedule)
+
+    @classmethod
+    def of_training(cls, config: Config) -> LrSchedule:
+        """The schedule of reinforcement learning, whose steps make `learner.updates_per_step` optimizer steps each.
+
+        Raises:
+            ConfigError: as `from_config`.
+        """
+        return cls.from_config(config.learner, config.trainer.steps * config.learner.updates_per_step)
 
     def at(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 0."""

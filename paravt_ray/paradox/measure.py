@@ -12,11 +12,11 @@ from paravt_ray.episode import Sample
 from paravt_ray.errors import UserError
 from paravt_ray.evaluation.benchmark import started_fleet
 from paravt_ray.evaluation.heldout import Fleet, evaluate, in_process, report
-from paravt_ray.evaluation.results import model_digest
 from paravt_ray.paradox.mechanism import GroupRecord
 from paravt_ray.rollout.gating import draw_frame_budget
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.run_dir import RunDir
+from paravt_ray.weights.digest import model_digest
 
 
 class MeasurementError(UserError):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from paravt_ray.config import model_directory
 from paravt_ray.errors import InputError, UserError
-from paravt_ray.evaluation.results import model_digest
 from paravt_ray.learner.checkpoint import MODEL, latest_complete
 from paravt_ray.paradox import arms
 from paravt_ray.paradox.arms import ARMS, Arm
@@ -23,6 +22,7 @@ from paravt_ray.paradox.plan import Plan, check_begun
 from paravt_ray.paradox.results import MECHANISM_FILE, RUNS
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import METRICS_FILE, RunDir, read_metrics, step_of
+from paravt_ray.weights.digest import model_digest
 
 RECORDS = ("config.yaml", METRICS_FILE)
 """What figures and tables are drawn from, of each run."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
 from urllib.parse import unquote
@@ -62,6 +62,11 @@ class Conversation:
 
     row_id: str
     turns: tuple[Turn, ...]
+
+    def content(self) -> list[Any]:
+        """What the row says and shows, as JSON; where its files lie does not matter."""
+        turns = [[turn.role, *(_part_content(part) for part in turn.parts)] for turn in self.turns]
+        return [self.row_id, *turns]
 
 
 @dataclass
@@ -132,6 +137,10 @@ def read_conversations(parquet: Path, video_root: str, max_skipped: float) -> tu
     if not conversations:
         raise InputError(f"{parquet} holds no usable row. {skipped.sentence()}")
     return conversations, skipped
+
+
+def _part_content(part: str | VideoRef | ImageRef) -> Any:
+    return part if isinstance(part, str) else asdict(part) | {"path": part.path.name}
 
 
 def _turns(messages: Any, root: Path) -> tuple[Turn, ...]:

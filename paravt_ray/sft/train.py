@@ -18,6 +18,7 @@ from paravt_ray.errors import InputError
 from paravt_ray.learner import checkpoint
 from paravt_ray.learner.actor import LearnerGroup, free_port
 from paravt_ray.learner.learner import Learner
+from paravt_ray.learner.resume import Origin, check_resume
 from paravt_ray.learner.schedule import LrSchedule
 from paravt_ray.rollout.gating import stable_hash
 from paravt_ray.sft.conversations import Conversation, Skipped, SkippedRowError, read_conversations
@@ -92,19 +93,21 @@ def train(config: Config) -> Path:
     """Train, write checkpoints and metrics to `sft.output`, and leave the trained model there in Hugging Face format.
 
     Raises:
-        InputError: the configuration or the data cannot be used.
+        InputError: the configuration or the data cannot be used, or the run cannot go on from its newest checkpoint.
     """
     if not config.data.train:
         raise InputError("data.train is empty: name a parquet file with conversations.")
     source = model_directory(config)
+    print(f"Reading the files of {source}: checkpoints keep their digest (a minute for a large model).")
     conversations, skipped = _read(config, config.data.train)
     steps = config.sft.steps or -(-len(conversations) * config.sft.epochs // config.sft.batch_size)
     schedule = LrSchedule.from_config(config.learner, steps)
+    origin = Origin.of(config, source, (c.content() for c in conversations), "sft.batch_size")
     with ExitStack() as stack:
         run = stack.enter_context(_run_dir(config))
-        resume = checkpoint.latest_complete(run.checkpoints)
-        first = int(checkpoint.read_state(resume)["step"]) if resume else 0
-        run.rewind(first)
+        resume = check_resume(run.checkpoints, origin, schedule)
+        first = resume.step if resume else 0
+        run.rewind(first if resume else -1)
         display = Display(first, steps)
         display.say(f"{len(conversations)} conversations, {steps} steps; {schedule.describe()}.")
         if first:
@@ -118,9 +121,11 @@ def train(config: Config) -> Path:
             chosen, held_out_skipped = _read(config, config.data.valid)
             chosen = chosen[: config.trainer.eval_samples or None]
             held_out = stack.enter_context(closing(Batches(chosen, held_out_skipped, builder, config)))
-        learner = stack.enter_context(_open_learner(config, source, schedule, resume, run.logs))
+        learner = stack.enter_context(
+            _open_learner(config, source, schedule, resume.checkpoint if resume else None, run.logs)
+        )
         stack.enter_context(display)
-        _loop(config, learner, run, display, batches.steps(first, steps), held_out, range(first + 1, steps + 1))
+        _loop(config, learner, run, origin, display, batches.steps(first, steps), held_out, range(first + 1, steps + 1))
         checkpoint.replace_model(run.path, learner.save_model)
         if skipped.ids:
             display.say(skipped.sentence())
@@ -156,6 +161,7 @@ def _loop(
     config: Config,
     learner: AnyLearner,
     run: RunDir,
+    origin: Origin,
     display: Display,
     batches: Iterator[list[TrainRow]],
     held_out: Batches | None,
@@ -177,7 +183,7 @@ def _loop(
         run.log_metrics(step, metrics)
         display.step(step, metrics)
         if due(config.trainer.save_every, step):
-            learner.save(run.checkpoint(step), {"step": step}, config.trainer.keep_checkpoints)
+            learner.save(run.checkpoint(step), origin.state(step), config.trainer.keep_checkpoints)
 
 
 def _held_out_loss(learner: AnyLearner, held_out: Batches) -> float:

@@ -2,8 +2,9 @@
 
 Its files are the queue: `metrics.jsonl`, and `episodes/`, of which a few become traces. They are complete whether the
 server answers or not, so an outage loses nothing: the process tries again, at ever longer intervals, and sends what the
-server lacks. A run that is resumed goes on in the same MLflow run; what the server already has of a step is never sent
-twice. After a long outage the rest can be sent by hand:
+server lacks. A run that is resumed goes on in the same MLflow run. Steps that it does again are new lines of the file
+and are sent as such: MLflow keeps the earlier points beside them, with their time, and the new traces replace the old.
+A line that the server has is never sent twice. After a long outage the rest can be sent by hand:
 
     echo FINISHED | python -m paravt_ray.tracking.mlflow_log RUN_DIR URI EXPERIMENT
 """
@@ -34,8 +35,8 @@ STATE_FILE = "mlflow.json"
 SQLITE = "sqlite:///"
 DROPPED = "tracking/dropped"
 """Metric that every step has: how many of its values were NaN or infinite and were left out."""
-TRACED = "traced_step"
-"""Tag of an MLflow run: the highest step whose traces it has."""
+TRACED, TRACED_AT = "traced_step", "traced_time"
+"""Tags of an MLflow run: step and time of the last line of `metrics.jsonl` whose traces it has."""
 
 POLL_S = 1.0
 LONGEST_RETRY_S = 60.0
@@ -114,13 +115,16 @@ class Follower:
         self._client: MlflowClient | None = None
         self._run_id = ""
         self._experiment_id = ""
+        self._had: set[tuple[int, int]] = set()
+        """(Step, time) of the lines that the server had when this process first reached it."""
         self._sent = -1
-        """Highest step that the server has."""
+        """Step of the last line that the server has."""
         self._read_bytes = 0
         self._traces_per_step = 0
-        self._traced = -1
-        self._untraced: deque[int] = deque()
-        """Steps whose metrics the server has and whose traces it lacks, in order."""
+        self._traced = self._traced_at = -1
+        """Step and time of the last line whose traces the server has."""
+        self._untraced: deque[tuple[int, int]] = deque()
+        """(Step, time) of the lines that the server has and whose traces it lacks, in order."""
 
     def sync(self) -> None:
         """Send what the server lacks. Raises whatever MLflow raises where it does not answer."""
@@ -128,16 +132,17 @@ class Follower:
             self._client = self._connect()
         for line in self._unread():
             metrics = json.loads(line)
-            step = int(metrics["step"])
-            if step > self._sent:
+            step, at = _step_and_time(metrics)
+            if (step, at) not in self._had:
                 self._send(self._client, metrics)
-                self._sent = step
-            if self._traces_per_step and step > self._traced:
-                self._untraced.append(step)
+            self._sent = step
+            # A step that is done again is written later than whatever the server has of it.
+            if self._traces_per_step and (step > self._traced or at > self._traced_at):
+                self._untraced.append((step, at))
             self._read_bytes += len(line)
         while self._untraced:
-            self._trace(self._client, self._untraced[0])
-            self._traced = self._untraced.popleft()
+            self._trace(self._client, *self._untraced[0])
+            self._traced, self._traced_at = self._untraced.popleft()
 
     def finish(self, status: str) -> None:
         """Set the MLflow run's final status."""
@@ -174,7 +179,8 @@ class Follower:
             self._find_experiment(client), run_name=self._dir.name, tags={"run_dir": str(self._dir)}
         )
         self._run_id, self._experiment_id = run.info.run_id, run.info.experiment_id
-        self._sent = self._traced = -1
+        self._had = set()
+        self._sent = self._traced = self._traced_at = -1
         _write_state(self._dir, self.state(""))
         self._log_params(client, items)
         return client
@@ -201,8 +207,8 @@ class Follower:
             return False
         client.update_run(run_id, status="RUNNING")
         self._run_id, self._experiment_id = run_id, run.info.experiment_id
-        self._sent = max((point.step for point in client.get_metric_history(run_id, DROPPED)), default=-1)
-        self._traced = int(run.data.tags.get(TRACED, -1))
+        self._had = {(point.step, point.timestamp) for point in client.get_metric_history(run_id, DROPPED)}
+        self._traced, self._traced_at = (int(run.data.tags.get(tag, -1)) for tag in (TRACED, TRACED_AT))
         logged = run.data.params
         self._log_params(client, {key: value for key, value in items.items() if key not in logged})
         for key, value in items.items():
@@ -221,7 +227,7 @@ class Follower:
     def _send(self, client: MlflowClient, line: dict[str, Any]) -> None:
         from mlflow.entities import Metric
 
-        step, milliseconds = int(line["step"]), int(line["time"] * 1000)
+        step, milliseconds = _step_and_time(line)
         values = {key: value for key, value in line.items() if key not in ("step", "time", DROPPED)}
         points = [Metric(key, value, milliseconds, step) for key, value in values.items()]
         # Last, since it says that the step is complete.
@@ -230,8 +236,10 @@ class Follower:
         if line.get(DROPPED):
             client.set_tag(self._run_id, "alarm", f"step {step}: {line[DROPPED]:g} metrics were NaN or infinite")
 
-    def _trace(self, client: MlflowClient, step: int) -> None:
-        """Send a step's traces; without them if the server is there and does not take them."""
+    def _trace(self, client: MlflowClient, step: int, at: int) -> None:
+        """Send the traces of a step written at this time; without them if the server is there and takes none."""
+        from mlflow.entities import RunTag
+
         file = episodes_file(self._dir, step)
         if not file.exists():  # step 0
             return
@@ -246,7 +254,7 @@ class Follower:
                 time.sleep(POLL_S)
         else:
             client.set_tag(self._run_id, "alarm", f"step {step}: its traces were not taken")
-        client.set_tag(self._run_id, TRACED, str(step))
+        client.log_batch(self._run_id, tags=[RunTag(TRACED, str(step)), RunTag(TRACED_AT, str(at))])
 
 
 def make_database(file: Path) -> None:
@@ -289,6 +297,11 @@ def follow(follower: Follower, run_dir: Path) -> int:
         elif select.select([sys.stdin], [], [], delay)[0]:
             status = sys.stdin.readline().strip() or "KILLED"
             give_up = time.monotonic() + LAST_TRIES_S
+
+
+def _step_and_time(line: dict[str, Any]) -> tuple[int, int]:
+    """Which line of `metrics.jsonl` it is, also where a step was done again: (step, milliseconds since 1970)."""
+    return int(line["step"]), int(line["time"] * 1000)
 
 
 def _first_line(problem: Exception) -> str:

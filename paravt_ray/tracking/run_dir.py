@@ -55,12 +55,13 @@ class RunDir:
     def __init__(self, config: Config) -> None:
         """Create the directory, or take over the one whose run goes on (`trainer.resume=auto`).
 
-        The caller then decides from which checkpoint to go on and calls `rewind`.
+        A run that goes on is not changed before the caller has decided from which checkpoint, and calls `rewind`.
 
         Raises:
             RunDirError: it holds a run and `trainer.resume` is `never`; another process holds it; it is not writable.
         """
         self.path = Path(config.trainer.run_dir).absolute()
+        self._config_file = self.path / "config.yaml"
         self.metrics_file = self.path / METRICS_FILE
         self.episodes = self.path / EPISODES
         self.checkpoints = self.path / "checkpoints"
@@ -71,19 +72,19 @@ class RunDir:
             self._lock = _lock(self.path)
         except OSError as error:
             raise RunDirError(f"The run directory {self.path} cannot be written: {error.strerror}.") from error
-        config_file = self.path / "config.yaml"
-        if config_file.exists() and config.trainer.resume == "never":
+        self._config = config
+        if not self._config_file.exists():
+            self._write_config()
+        elif config.trainer.resume == "never":
             self._lock.close()
             raise RunDirError(
                 f"{self.path} already holds a run. Go on with it (trainer.resume=auto), start another one "
                 f"(trainer.run_dir=outputs/NAME), or remove the directory."
             )
-        part = config_file.with_name(f"{config_file.name}.part")
-        save_config(config, part)
-        part.replace(config_file)
 
     def rewind(self, step: int) -> None:
-        """Forget everything after `step`, so that steps that are done again are not counted twice."""
+        """Go on after `step` with this configuration. What came later is forgotten, so that nothing counts twice."""
+        self._write_config()
         if self.metrics_file.exists():
             lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
             replace_file(self.metrics_file, "".join(f"{line}\n" for line in lines if _is_until(line, step)))
@@ -111,6 +112,11 @@ class RunDir:
     def close(self) -> None:
         """Let another process take the directory."""
         self._lock.close()
+
+    def _write_config(self) -> None:
+        part = self._config_file.with_name(f"{self._config_file.name}.part")
+        save_config(self._config, part)
+        part.replace(self._config_file)
 
     def __enter__(self) -> RunDir:
         return self
