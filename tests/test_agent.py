@@ -328,12 +328,12 @@ def test_a_failed_crop_is_told_without_paths_and_may_be_retried(chat: Chat) -> N
     assert episode.end_reason == "answered"
 
 
-@pytest.mark.parametrize("output", [EngineError("no output"), "", " \n", "vision"])
+@pytest.mark.parametrize("output", [EngineError("no output"), "", " \n", "image_pad", "video_pad"])
 def test_a_failed_subagent_fails_only_its_call(chat: Chat, output: Any) -> None:
     def sub(request: Request) -> Any:
         if "from 1 to 2 s" not in request.text:
             return "red ball"
-        return [chat.image_pad, chat.im_end] if output == "vision" else output
+        return [getattr(chat, output), chat.im_end] if str(output).endswith("_pad") else output
 
     episode = one(ScriptedEngine(chat, by_turn(calls_text((1, 2), (3, 4)), answer_text()), sub))
     assert statuses(episode) == [CallStatus.FAILED, CallStatus.SERVED]

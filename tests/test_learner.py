@@ -336,13 +336,14 @@ def test_an_update_raises_what_had_a_positive_advantage(learner: Learner, rows: 
     assert sum(change) > 0
 
 
-def test_a_row_in_which_the_policy_sampled_an_image_pad_is_dropped_alone(
-    path: Path, chat: Chat, rows: list[TrainRow]
+@pytest.mark.parametrize("pad", ["image_pad", "video_pad"])
+def test_a_row_in_which_the_policy_sampled_a_pad_is_dropped_alone(
+    path: Path, chat: Chat, rows: list[TrainRow], pad: str
 ) -> None:
     without = updated(path, make_config(), rows, times=1)
     learner = make_learner(path, make_config())
     bad = TrainRow(**{**vars(rows[0]), "token_ids": rows[0].token_ids.copy()})
-    bad.token_ids[-2] = chat.image_pad
+    bad.token_ids[-2] = getattr(chat, pad)
     metrics = learner.update([*rows, bad])
     assert metrics["train/rows_dropped"] == 1
     assert largest_difference(weights(learner), without) == 0
