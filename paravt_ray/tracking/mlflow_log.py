@@ -105,7 +105,10 @@ class MlflowLogger:
 
 
 class Follower:
-    """The process's side: brings one MLflow run up to what stands in the run directory."""
+    """The process's side: brings one MLflow run up to what stands in the run directory.
+
+    MLflow cannot take a point back: those of steps that were done again stay, with their earlier time.
+    """
 
     def __init__(self, run_dir: Path, uri: str, experiment: str) -> None:
         """Nothing is sent yet and no server is needed."""
