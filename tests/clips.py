@@ -114,6 +114,7 @@ def encode(recipe: Recipe, path: Path) -> Clip:
         stream: Any = container.add_stream(recipe.codec, rate=recipe.rate, options=options | recipe.options)
         stream.width, stream.height = recipe.size
         stream.pix_fmt = recipe.pixel_format
+        stream.codec_context.thread_count = 2  # the bytes would depend on the machine's cores
         stream.time_base = stream.codec_context.time_base = base
         if recipe.aspect:
             stream.codec_context.sample_aspect_ratio = recipe.aspect

@@ -17,12 +17,20 @@ from tool_workers.records import ErrorKind, ToolError
 
 UNTIMED_CONTAINERS = frozenset({"avi", "mpeg", "mpegvideo", "h264", "hevc", "m4v", "h263", "vc1", "obu"})
 """Containers without a presentation time for each frame: libavformat makes them up, and sometimes gets them wrong."""
+_FROM_THE_START = UNTIMED_CONTAINERS - {"avi"}
+"""Those of them in which only what is read from the beginning gets the right times: after a jump into the middle of an
+MPEG program stream, the rest of a torn frame takes the next frame's time, and all that follow are late by some. An AVI
+has an index of all frames."""
 
 _READ_ERRORS = 16
 """Unreadable packets in a row after which the rest of the file counts as lost."""
 _HOLE = bytes(64)
 """More zeros in a row than any sound packet of the codecs below holds: a part of the file that was never written."""
 _HOLE_CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d"})
+_UNIT_HOLE = bytes(8)
+"""The same for H.264 and HEVC where lengths stand before the units: inside one there are never three zeros in a row, and
+a length begins with three at most. The end of a packet that is blank is seen so, which decoders take for padding."""
+_UNIT_FORMATS = ("mov", "matroska")
 _EPSILON_S = 1e-6
 
 
@@ -83,6 +91,9 @@ class Source:
 
     def seek(self, pts: int) -> None:
         """Go to a keyframe at or before `pts`, as far as the container can tell; else to the beginning."""
+        if self.format in _FROM_THE_START:
+            self.reopen()
+            return
         self.problems = []
         try:
             self.container.seek(pts, backward=True, stream=self.stream)
@@ -167,7 +178,8 @@ class Source:
             return "data was lost in transmission"
         if self.context.name in _HOLE_CODECS:
             data = bytes(packet)
-            if _HOLE in (data.rstrip(b"\0") if self.format == "mpegts" else data):
+            units = self.context.name in ("h264", "hevc") and self.format.startswith(_UNIT_FORMATS)
+            if (_UNIT_HOLE if units else _HOLE) in (data.rstrip(b"\0") if self.format == "mpegts" else data):
                 return "a part of the file is blank"
         if self.format == "avi":
             index = self.stream.index_entries
