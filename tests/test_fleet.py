@@ -480,7 +480,7 @@ def test_a_generator_restarted_while_its_weights_are_replaced_waits_for_the_next
 
 def test_a_restarted_generator_that_does_not_hold_the_weights_never_serves() -> None:
     """Its engine says that it loaded them; only the canary that the others passed tells that it did not."""
-    script = Script(canary=lambda fake: -1.1 if fake.life == 1 else -1.0, group=lambda fake, spec: 0.002)
+    script = Script(canary=lambda fake: -2.0 if fake.life == 1 else -1.0, group=lambda fake, spec: 0.002)
     with running(script, make_config(generators=1)) as fleet:
         fleet.push_weights(make_push(1))
         (fleet.agreed,) = fleet.canary()
