@@ -28,8 +28,8 @@ _HOLE = bytes(64)
 """More zeros in a row than any sound packet of the codecs below holds: a part of the file that was never written."""
 _HOLE_CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d"})
 _UNIT_HOLE = bytes(8)
-"""The same for H.264 and HEVC where lengths stand before the units. Inside a unit there are never three zeros in a row,
-and a length begins with three at most. The end of a packet that is blank is seen so, which decoders take for padding."""
+"""The same for H.264 and HEVC where lengths stand before the units. A unit never holds three zeros in a row, and a
+length begins with three at most. So the end of a packet that is blank is seen, which decoders take for padding."""
 _UNIT_FORMATS = ("mov", "matroska")
 _EPSILON_S = 1e-6
 
