@@ -34,8 +34,8 @@ class ModelConfig:
     """Which model is trained and how it sees frames."""
 
     path: str = SHIPPED_MODELS[0]
-    """Directory of a Qwen3-VL checkpoint in Hugging Face format; `tiny` is the one that ships with
-    the package; `tiny_weak`, which has seen hardly any calls before its cold start, is made by `make tiny-weak-model`."""
+    """Directory of a Qwen3-VL checkpoint in Hugging Face format. `tiny` ships with the package; `tiny_weak`, which has
+    seen hardly any calls before its cold start, is made by `make tiny-weak-model`."""
     dtype: str = "bfloat16"
     """Weights and activations in generators and learner: `float32` or `bfloat16`."""
     context_length: int = 32768
