@@ -216,21 +216,21 @@ def test_simulated_groups_can_be_trained_on(model: Path) -> None:
     assert sum(episode.trajectory.generated) == _simulated.NEW_TOKENS
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_the_learner_bench_runs(model: Path, tmp_path: Path) -> None:
     speed = learner.speed_rows(model, tmp_path, equal=[32] * 4, mixed=[48, 8, 8, 8], rounds=1)
     assert [is_measured(row) for row in speed] == [True, True]
     assert is_measured(learner.memory_row(model, tmp_path, [256] * 4, (512, 1024), chunk_tokens=8))
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_the_calls_of_the_rollout_bench_run(model: Path, tmp_path: Path, cluster: None) -> None:
     row = rollout.calls_row(model, tmp_path, rollout.Calls(think=4, summary=8), rounds=1)
     assert is_measured(row)
     assert row.ratio > 1.0, "four calls at once took longer than one after the other"
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_the_tool_task_of_the_step_bench_runs(model: Path, tmp_path: Path, cluster: None) -> None:
     pytest.importorskip("trl")
     sizes = step.Sizes(prompts=2, group_size=2, think_tokens=4, overview_frames=4)
