@@ -113,7 +113,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.steps=20")
 
 
-_KEYS = f"All keys, their meaning and their defaults stand in {Path(__file__).with_name('config.py')}."
+_KEYS = f"All keys, their meaning and their defaults stand in {Path(__file__).parent / 'config' / 'schema.py'}."
 
 
 def _load(args: argparse.Namespace) -> Config:

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from paravt_ray.config import _CHOICES, Config
+from paravt_ray.config import Config
+from paravt_ray.config.schema import CHOICES
 from paravt_ray.data.reader import DataError
 from paravt_ray.evaluation.splits import (
     CHOOSE,
@@ -128,7 +129,7 @@ def read(file: Path, split: str, missing: float = 1.0, **settings: Any) -> list[
 
 
 def test_every_split_of_the_configuration_has_its_schema() -> None:
-    assert {*SCHEMAS, "rl"} == set(_CHOICES["eval.split"])
+    assert {*SCHEMAS, "rl"} == set(CHOICES["eval.split"])
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "jsonl"])

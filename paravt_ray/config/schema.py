@@ -1,32 +1,10 @@
-"""The typed configuration: every key, its meaning and its default. Unknown keys and bad values are refused by name.
-
-A run is described by one YAML file and `key=value` overrides: `load_config("configs/debug.yaml", ["trainer.seed=2"])`.
-A file may name another one that it is based on, and holds then only what differs: `base: paragrpo_8b.yaml`.
-"""
+"""Every key of the configuration, its meaning beside it, its default, and in two tables what it may be."""
 
 from __future__ import annotations
 
-import difflib
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
-from urllib.parse import urlsplit
-
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
-
-from paravt_ray.errors import InputError
-from paravt_ray.tools.offered import ToolNameError, load_tools
 
 SHIPPED_MODELS = ("tiny", "tiny_weak")
-MODEL_TYPE = "qwen3_vl"
-BASE = "base"
-"""The one line of a file that is no section: which file it is based on, as a path from its own folder."""
-
-
-class ConfigError(InputError):
-    """The configuration names an unknown key or holds a value that cannot be used; the message says which and why."""
 
 
 @dataclass
@@ -359,7 +337,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "model.frames_as": ("images", "video"),
     "rollout.dispatch": ("parallel", "sequential"),
@@ -387,7 +365,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 # Smallest and largest value that makes sense; None leaves that side open.
-_RANGES: dict[str, tuple[float | None, float | None]] = {
+RANGES: dict[str, tuple[float | None, float | None]] = {
     "model.context_length": (64, None),
     "model.overview_max_pixels": (1, None),
     "model.crop_max_pixels": (1, None),
@@ -465,205 +443,3 @@ _RANGES: dict[str, tuple[float | None, float | None]] = {
     "cluster.cpus": (0, None),
     "cluster.object_store_gb": (0.1, None),
 }
-
-
-def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file and what it is based on, apply `key=value` overrides, check every key and value.
-
-    Raises:
-        ConfigError: the file is missing or no YAML, a key is unknown, a value has the wrong type or range.
-    """
-    file = Path(path)
-    files = _read_files(file)
-    changes = [_read_override(override) for override in overrides or []]
-    for layer in (*files, *changes):
-        _check_sections(layer)
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), *files, *changes)
-        config = cast(Config, OmegaConf.to_object(merged))
-    except ConfigKeyError as error:
-        raise ConfigError(_unknown_key_message(str(error.full_key or error.key or ""))) from error
-    except (OmegaConfBaseException, ValueError) as error:
-        key = getattr(error, "full_key", None)
-        where = f"The value of {key} cannot be used" if key else f"{file} cannot be used"
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
-    check_config(config)
-    return config
-
-
-def _read_files(file: Path, above: tuple[Path, ...] = ()) -> list[Any]:
-    """The trees of the file and of those it is based on, which come first; `above` are the files that led to it."""
-    said = f"{above[-1]} is based on {file}" if above else ""
-    if file.resolve() in [other.resolve() for other in above]:
-        raise ConfigError(f"{said}, which is based on itself: end the circle.")
-    if not file.is_file():
-        raise ConfigError(f"{said}, which does not exist." if above else f"There is no configuration file {file}.")
-    try:
-        loaded = OmegaConf.load(file)
-    except Exception as error:  # OmegaConf passes on whatever its YAML reader raises
-        raise ConfigError(f"{file} is not readable as YAML: {error}") from error
-    if not OmegaConf.is_dict(loaded):
-        raise ConfigError(f"{file} must hold sections with keys, such as `trainer:` with `steps: 20`.")
-    settings = OmegaConf.to_container(loaded, resolve=False)
-    if BASE not in settings:
-        return [loaded]
-    base = settings.pop(BASE)
-    if not isinstance(base, str) or not base:
-        raise ConfigError(f"`{BASE}` in {file} must name the file that it is based on, as a path from its own folder.")
-    return [*_read_files(file.parent / base, (*above, file)), OmegaConf.create(settings)]
-
-
-def _read_override(override: str) -> Any:
-    """One `key=value` as a tree; `key=` sets an empty text."""
-    if "=" not in override:
-        raise ConfigError(f"'{override}' is not an override: write it as key=value, for example trainer.steps=20.")
-    try:
-        return OmegaConf.from_dotlist([f"{override}''" if override.endswith("=") else override])
-    except Exception as error:  # OmegaConf passes on whatever its YAML reader raises
-        raise ConfigError(f"The value in '{override}' is not readable as YAML.") from error
-
-
-def _check_sections(layer: Any) -> None:
-    for name, value in layer.items():
-        if name in vars(Config()) and not OmegaConf.is_dict(value):
-            raise ConfigError(
-                f"{name} is a section, so it cannot be '{value}': set one of its keys, as {name}.KEY=VALUE."
-            )
-
-
-def check_config(config: Config) -> None:
-    """Refuse values that have the right type and still make no sense.
-
-    Raises:
-        ConfigError: naming the key, the value and what is allowed.
-    """
-    for key, choices in _CHOICES.items():
-        if (value := _get(config, key)) not in choices:
-            raise ConfigError(f"{key} is '{value}', but must be one of: {', '.join(choices)}.")
-    for key, (low, high) in _RANGES.items():
-        value = _get(config, key)
-        if not ((low is None or value >= low) and (high is None or value <= high)):
-            bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise ConfigError(f"{key} is {value}, but must be {bounds}.")
-    budgets = config.rollout.frame_budgets
-    if not budgets or min(budgets) < 1:
-        raise ConfigError(f"rollout.frame_budgets is {budgets}, but must hold frame counts of at least 1.")
-    if min(config.trainer.eval_budgets, default=1) < 1:
-        raise ConfigError(
-            f"trainer.eval_budgets is {config.trainer.eval_budgets}, but must hold frame counts of at least 1."
-        )
-    if min(config.paradox.temperatures, default=0.0) < 0:
-        raise ConfigError(f"paradox.temperatures is {config.paradox.temperatures}, but must hold values of at least 0.")
-    if config.rollout.min_group_size > config.rollout.group_size:
-        raise ConfigError(
-            f"rollout.min_group_size is {config.rollout.min_group_size}, more than rollout.group_size "
-            f"({config.rollout.group_size}): no group could ever be complete."
-        )
-    _check_tools(config.tools)
-    _check_judge(config.reward)
-    if config.algorithm.kl_placement == "loss" and config.algorithm.kl_estimator == "k1":
-        raise ConfigError(
-            "algorithm.kl_estimator=k1 has no effect with algorithm.kl_placement=loss (its gradient is 0 in "
-            "expectation); use k2 or k3, or place it in the reward."
-        )
-    if config.learner.zero_stage == 0 and config.model.dtype == "bfloat16":
-        raise ConfigError(
-            "learner.zero_stage=0 with model.dtype=bfloat16 would add up gradients in bfloat16; "
-            "set learner.zero_stage to 1, 2 or 3, which keep them in float32."
-        )
-    if config.learner.zero_stage == 0 and config.learner.offload_optimizer:
-        raise ConfigError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3.")
-
-
-def _check_tools(tools: ToolsConfig) -> None:
-    """Refuse what is no tool, and an empty list."""
-    try:
-        load_tools(tools.offered)
-    except ToolNameError as error:
-        raise ConfigError(f"tools.offered: {error}") from error
-    if not tools.offered:
-        raise ConfigError("tools.offered is empty: to offer no tool, set rollout.max_tool_turns=0.")
-
-
-def _check_judge(reward: RewardConfig) -> None:
-    """Refuse a judge that cannot be asked, and an address that would carry a secret into logs and run directories."""
-    for key in ("judge_url", "judge_model"):
-        if reward.open_ended == "judge" and not getattr(reward, key):
-            raise ConfigError(
-                f"reward.open_ended=judge needs reward.{key}: give the address of an OpenAI-compatible endpoint "
-                "(reward.judge_url=http://HOST:8000/v1) and the name of its model (reward.judge_model)."
-            )
-    if not reward.judge_url:
-        return
-    try:
-        url = urlsplit(reward.judge_url)
-        usable = url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
-    except ValueError:  # a port or a bracketed host that is none
-        usable = False
-    if not usable or url.username is not None or url.query or url.fragment:
-        # The value is not repeated: it may hold what should not be shown.
-        raise ConfigError(
-            "reward.judge_url must be a plain address like https://HOST/v1, without user name, password or query: "
-            "a key belongs into the environment variable JUDGE_API_KEY."
-        )
-
-
-def model_directory(config: Config) -> Path:
-    """The checkpoint directory that `model.path` names.
-
-    Raises:
-        ConfigError: there is no checkpoint of the Qwen3-VL family in Hugging Face format.
-    """
-    name = config.model.path
-    directory = Path(__file__).with_name("assets") / name if name in SHIPPED_MODELS else Path(name)
-    file = directory / "config.json"
-    if not file.is_file():
-        raise ConfigError(
-            f"There is no checkpoint at model.path={config.model.path}: {file} is missing. Give the directory of a "
-            f"Qwen3-VL in Hugging Face format."
-        )
-    try:
-        kind = json.loads(file.read_text(encoding="utf-8"))["model_type"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{file} is no configuration of a model in Hugging Face format.") from error
-    if kind != MODEL_TYPE:
-        raise ConfigError(
-            f"model.path={config.model.path} holds a model of type {kind}; only {MODEL_TYPE} is supported."
-        )
-    return directory.absolute()
-
-
-def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration as YAML."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
-
-
-def config_items(config: Config) -> dict[str, Any]:
-    """All keys, dotted, with their values."""
-
-    def walk(node: Any, prefix: str) -> dict[str, Any]:
-        items: dict[str, Any] = {}
-        for name, value in vars(node).items():
-            if hasattr(value, "__dataclass_fields__"):
-                items |= walk(value, f"{prefix}{name}.")
-            else:
-                items[f"{prefix}{name}"] = value
-        return items
-
-    return walk(config, "")
-
-
-def _get(config: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
-
-
-def _unknown_key_message(key: str) -> str:
-    known = list(config_items(Config()))
-    leaf = key.rsplit(".", maxsplit=1)[-1]
-    same_name = [k for k in known if k.split(".")[1] == leaf]
-    close = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    hint = (
-        f" Did you mean {' or '.join(close)}?" if close else " `paravt train --help` says where all keys are described."
-    )
-    return f"Unknown configuration key {key}.{hint}"
