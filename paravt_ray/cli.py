@@ -64,7 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     ask = command("ask", "Ask one question about one video and see every turn.", _ask, config=False)
     ask.usage = 'paravt ask [-h] [--save FILE.html] [CONFIG.yaml] VIDEO "QUESTION" [key=value ...]'
     ask.add_argument("--save", metavar="FILE.html", help="also write a page with the frames that were seen")
-    ask.add_argument("words", nargs="+", metavar="[CONFIG.yaml] VIDEO QUESTION [key=value ...]")
+    ask.add_argument(
+        "words",
+        nargs="+",
+        metavar="[CONFIG.yaml] VIDEO QUESTION [key=value ...]",
+        help=f"film.mp4 'What colour is the car?' rollout.overview_frames=16; {ASK_CONFIG} if left out",
+    )
     _add_data_commands(commands)
     report = command("report", "Write one HTML page about a run, or about two side by side.", _report, config=False)
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")

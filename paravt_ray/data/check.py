@@ -101,7 +101,9 @@ def _references(value: Any) -> Iterator[str]:
 
 def _print(console: Console, total: int, findings: list[Finding], counts: Counter[str]) -> None:
     if findings:
-        table = Table("problem", "video", "detail")
+        table = Table("problem")
+        table.add_column("video", overflow="fold")  # a path that is cut names no file
+        table.add_column("detail", overflow="fold")
         for finding in findings[:TABLE_ROWS]:
             table.add_row(finding.problem, finding.video, finding.detail)
         console.print(table)
