@@ -96,6 +96,7 @@ def test_a_rank_without_rows_asks_the_sharded_reference_with_the_others(
     """The reference's layers are gathered from all ranks: without its forward pass the others wait for ever."""
     config = make_config(zero_stage=3, ranks=2, micro_batch_tokens=700)
     config.algorithm.kl_coefficient, config.algorithm.kl_placement = 0.05, "loss"
+    config.algorithm.kl_estimator = "k3"
     with LearnerGroup(config, path) as group:
         for _ in range(2):
             metrics = group.update(rows[:1])
