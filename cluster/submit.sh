@@ -30,7 +30,8 @@ id=paravt_$(date +%Y%m%d_%H%M%S)_$$
 # Ends with the job's exit code. Ray's own client also ends with 0 when the cluster goes away under the job.
 send() {
   .venv/bin/ray job submit --address "$1" --submission-id "$id" "${@:2}" || exit
-  .venv/bin/ray job status --address "$1" "$id" 2>&1 | grep -qi succeeded ||
+  local status # into a variable first: a grep that has found it would close the pipe under a client that still writes
+  status=$(.venv/bin/ray job status --address "$1" "$id" 2>&1) && grep -qi succeeded <<<"$status" ||
     fail "The job $id did not end well, or its cluster is gone: what it finished is in $run_dir."
 }
 
