@@ -224,7 +224,7 @@ def edit(comparison: Path, target: Path, file: str, old: str, new: str) -> Path:
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("gating/seed_1/config.yaml", "lr: 0.0003", "lr: 0.001", "(learner.lr: 0.0003 and 0.001)"),
+        ("gating/seed_1/config.yaml", "lr: 5.0e-05", "lr: 0.001", "(learner.lr: 5e-05 and 0.001)"),
         ("para_grpo/seed_0/config.yaml", "steps: 12", "steps: 13", "(trainer.steps: 12 and 13)"),
         ("weak_grpo/seed_2/config.yaml", "/weak", "/strong", "(model.path (weak prior): "),
         ("grpo/seed_0/config.yaml", "gating: false", "gating: true", "no run of its arm: rollout.gating is True"),
@@ -377,7 +377,7 @@ def test_a_comparison_is_not_continued_with_other_settings_or_another_model(stan
     for arm, seed in plan.runs():
         finish(plan.settings(arm, seed), arm)
     assert schedule.run(plan) == 0
-    with pytest.raises(InputError, match=r"learner\.lr: 0\.0003 and 0\.1"):
+    with pytest.raises(InputError, match=r"learner\.lr: 5e-05 and 0\.1"):
         schedule.run(make_plan(tmp_path, "learner.lr=0.1", weak=False))
     with pytest.raises(InputError, match="was begun with more steps"):
         schedule.run(make_plan(tmp_path, "trainer.steps=3", weak=False))

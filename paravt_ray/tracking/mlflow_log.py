@@ -235,9 +235,9 @@ class Follower:
         points = [Metric(key, value, milliseconds, step) for key, value in values.items()]
         # Last, since it says that the step is complete.
         points.append(Metric(DROPPED, line.get(DROPPED, 0.0), milliseconds, step))
-        client.log_batch(self._run_id, metrics=points)
-        if line.get(DROPPED):
+        if line.get(DROPPED):  # before the points: once they are there, a successor takes the step for complete
             client.set_tag(self._run_id, "alarm", f"step {step}: {line[DROPPED]:g} metrics were NaN or infinite")
+        client.log_batch(self._run_id, metrics=points)
 
     def _trace(self, client: MlflowClient, step: int, at: int) -> None:
         """Send the traces of a step written at this time; without them if the server is there and takes none."""
