@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,13 +94,18 @@ def test_two_ranks_learn_what_one_learns(
 def test_a_rank_without_rows_asks_the_sharded_reference_with_the_others(
     cluster: None, path: Path, rows: list[TrainRow]
 ) -> None:
-    """The reference's layers are gathered from all ranks: without its forward pass the others wait for ever."""
+    """The reference's layers are gathered from all ranks: if one of them does not ask, the others wait for ever.
+
+    Nor may it depend on whether a rank's own rows bring the reference's log-probs along.
+    """
     config = make_config(zero_stage=3, ranks=2, micro_batch_tokens=700)
     config.algorithm.kl_coefficient, config.algorithm.kl_placement = 0.05, "loss"
     config.algorithm.kl_estimator = "k3"
     with LearnerGroup(config, path) as group:
-        for _ in range(2):
-            metrics = group.update(rows[:1])
+        unasked = replace(rows[0], reference_logprobs=None)
+        asked = replace(rows[1], reference_logprobs=rows[1].behaviour_logprobs)
+        for batch in ([unasked], [asked], [unasked, asked], [unasked]):
+            metrics = group.update(batch)
     assert metrics["train/kl"] > 0
 
 

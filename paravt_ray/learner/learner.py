@@ -233,12 +233,13 @@ class Learner:
         trained = [int(row.generated.sum()) for row in rows]
         weights = row_weights(trained, algorithm.aggregation, self.config.rollout.max_new_tokens)
         weight_of = torch.as_tensor(weights, dtype=torch.float32)
-        wants_reference = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss"
+        # Decided by the configuration, never by what a rank's rows bring along: under ZeRO-3 all ranks ask, or none.
+        ask_reference = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "loss"
 
         def loss(number: int, batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> Tensor:
             before = proximal[number] if proximal else logprobs.detach()
             reference = batch.reference_logprobs
-            if reference is None and wants_reference:
+            if ask_reference:
                 reference = self._no_grad(self._reference_policy(), batch, self.config.rollout.temperature)
             tokens = TokenBatch(
                 logprobs=logprobs,
