@@ -74,7 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     report = command("report", "Write one HTML page about a run, or about two side by side.", _report, config=False)
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     report.add_argument(
-        "--out", type=Path, metavar="FILE.html", help="where to (default: into the first run directory)"
+        "--out",
+        type=Path,
+        metavar="FILE.html",
+        help="where to (default: into the first run directory); FILE.svg: only the curves, those of runs in one folder "
+        "as seeds of one curve",
     )
     command("doctor", "Check versions, hardware, cluster, decoding and tokens before a run.", _doctor)
     text = "Run the paper's arms on the synthetic task, and draw what came of its claims."

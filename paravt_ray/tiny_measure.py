@@ -24,7 +24,7 @@ from paravt_ray.rewards import accuracy
 from paravt_ray.rewards.format import format_stats
 from paravt_ray.rollout.spec import GroupSpec
 
-TEMPERATURES = (0.0, 0.7, 1.0)
+TEMPERATURES = (0.0, 0.7)
 
 Figures = dict[str, float]
 """Shares in [0, 1]; those over no episode are left out."""

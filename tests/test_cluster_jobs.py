@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,10 +13,14 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from waiting import wait_for
 
+from paravt_ray.chat import Chat, main_messages, question_text
+from paravt_ray.config import Config, model_directory
 from paravt_ray.data.synth import SynthSizes, synthesize
+from paravt_ray.episode import Frame
 from paravt_ray.tracking.run_dir import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent
@@ -128,6 +133,20 @@ def at_work(checkout: Checkout, run: Path) -> list[str]:
     return [title for title in checkout.processes(run) if any(name in title for name in names)]
 
 
+def check_video_prompts(file: Path) -> None:
+    """What was not sampled in an episode of one turn is its prompt: as long as the renderer makes it for a video."""
+    chat = Chat.from_pretrained(model_directory(Config()), "video")
+    told = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    single = [episode for episode in told if len(episode["turns"]) == 1]
+    assert single, "no episode of one turn"
+    for episode in single:
+        frames = [Frame(np.zeros((32, 32, 3), np.uint8), time, f"{time}") for time in episode["overview_times"]]
+        question = question_text(episode["sample"]["question"], episode["sample"]["videos"])
+        prompt = chat.prompt(main_messages(question, [frames]), think_prefix=episode["think_prefix"])
+        expanded = chat.expand(prompt.ids, prompt.frames)
+        assert episode["tokens"]["sequence"] - episode["tokens"]["sampled"] == len(expanded)
+
+
 @pytest.mark.slow
 def test_without_the_token_nothing_is_answered(checkout: Checkout) -> None:
     address = (checkout.folder / "outputs" / "cluster" / "address").read_text().strip()
@@ -141,12 +160,18 @@ def test_without_the_token_nothing_is_answered(checkout: Checkout) -> None:
 
 @pytest.mark.slow
 def test_a_job_trains_and_ends_with_its_exit_code(checkout: Checkout, data: Path, tmp_path: Path) -> None:
+    """With frames as a video, which other whole runs do not have."""
     run = tmp_path / "run"
-    code, output = checkout.make("submit", *job(data, run))
+    code, output = checkout.make("submit", *job(data, run, "model.frames_as=video"))
     assert code == 0, output
     assert "Held-out questions" in output, "the job's own output is shown"
-    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert all(line["rollout/episodes"] == 8 for line in read_metrics(run / "metrics.jsonl")[1:])
+    start, *steps = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in (start, *steps)] == [0, 1, 2, 3]
+    for line in steps:
+        assert (line["rollout/episodes"], line["rollout/failed"]) == (8, 0)
+        assert line["train/logp_gap"] <= 1e-5
+        assert line["sync/canary_gap"] <= 1e-4
+        check_video_prompts(run / "episodes" / f"step_{int(line['step']):06d}.jsonl")
     assert (run / "checkpoints" / "step_000003" / "COMPLETE").exists()
     wait_for(lambda: not at_work(checkout, run), "the end of all actors", 30)
 

@@ -89,10 +89,14 @@ def check(uri: str, run: RunDir) -> None:
         history = client.get_metric_history(run_id, key)
         assert sorted((p.step, p.value) for p in history) == [(line["step"], line[key]) for line in lines]
 
-    traces = client.search_traces(locations=[found.info.experiment_id], run_id=run_id, max_results=3 * len(lines))
     spans: dict[int, list[int]] = {line["step"]: [] for line in lines}
-    for trace in traces:
-        spans[int(trace.info.tags["step"])].append(len(trace.data.spans))
+    page = None
+    while page is None or page.token:
+        page = client.search_traces(
+            locations=[found.info.experiment_id], run_id=run_id, page_token=page.token if page else None
+        )
+        for trace in page:
+            spans[int(trace.info.tags["step"])].append(len(trace.data.spans))
     for step, counts in spans.items():
         expected = [len(episode_spans(record)) for record in sampled_episodes(run.episodes_file(step), 2)]
         assert sorted(counts) == sorted(expected), f"traces of step {step}"

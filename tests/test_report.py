@@ -90,6 +90,21 @@ def test_two_runs_stand_in_one_figure_with_what_differs(runs: tuple[Path, Path])
     assert [run["name"] for run in data_of(page)["runs"]] == ["para_grpo", "vanilla_grpo"]
 
 
+def test_runs_in_one_folder_are_the_seeds_of_one_curve(tmp_path: Path) -> None:
+    from paravt_ray.cli import main
+
+    made = [
+        make_run(tmp_path / folder, f"seed_{seed}", seed=seed) for folder in ("at_once", "ahead") for seed in (0, 1)
+    ]
+    assert main(["report", *map(str, made), "--out", str(tmp_path / "curves.svg")]) == 0
+    picture = (tmp_path / "curves.svg").read_text()
+    assert "at once (2 seeds)" in picture
+    assert re.findall(r'data-label="([^"]*)"', picture) == ["at once", "ahead"] * 3
+    others = [make_run(tmp_path / f"other_{number}", "run", steps=1) for number in range(5)]
+    with pytest.raises(InputError, match="at most 4 curves"):
+        report.run(others, tmp_path / "x.svg")
+
+
 # Trajectories
 
 
@@ -220,7 +235,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run"):
         read_run(tmp_path)
     path = make_run(tmp_path, "run", steps=1)
-    with pytest.raises(InputError, match="or two to compare"):
+    with pytest.raises(InputError, match=r"or two to compare.*--out FILE\.svg"):
         report.run([path] * 3, tmp_path / "x.html")
     with pytest.raises(UserError, match="cannot be written"):
         report.run([path], tmp_path / "missing" / "x.html")

@@ -1,4 +1,4 @@
-"""`paravt report`: one self-contained HTML file about one run, or about two side by side."""
+"""`paravt report`: one self-contained HTML page about one run or two side by side, or the curves of many as SVG."""
 
 from __future__ import annotations
 
@@ -20,20 +20,43 @@ def default_output(run_dirs: list[Path]) -> Path:
 def run(run_dirs: list[Path], out: Path) -> int:
     """Write the page about one or two run directories to `out`, whole or not at all, and say where it is.
 
+    Where `out` ends with `.svg`, only the curves: of any number of runs, a curve a folder, whose runs are its seeds.
+
     Raises:
-        InputError: there are not one or two directories, or one of them holds no run.
+        InputError: there are too many directories or folders, or one of them holds no run.
         ReportError: the page cannot be written.
     """
-    from paravt_ray.report.page import render
-    from paravt_ray.report.source import read_run
     from paravt_ray.tracking.run_dir import replace_file
 
-    if not 1 <= len(run_dirs) <= 2:
-        raise InputError("Name one run directory, or two to compare: paravt report RUN [OTHER_RUN].")
-    page = render([read_run(directory) for directory in run_dirs])
+    text = _curves(run_dirs) if out.suffix == ".svg" else _page(run_dirs)
     try:
-        replace_file(out, page)
+        replace_file(out, text)
     except OSError as error:
         raise ReportError(f"{out} cannot be written: {error.strerror}. Name another file with --out.") from error
-    print(f"{out.absolute()} ({len(page.encode()) / 2**20:.1f} MB): open it in a browser.")
+    print(f"{out.absolute()} ({len(text.encode()) / 2**20:.1f} MB): open it in a browser.")
     return 0
+
+
+def _page(run_dirs: list[Path]) -> str:
+    from paravt_ray.report.page import render
+    from paravt_ray.report.source import read_run
+
+    if not 1 <= len(run_dirs) <= 2:
+        raise InputError(
+            "Name one run directory, or two to compare: paravt report RUN [OTHER_RUN]. The curves of more of them go "
+            "into a picture: --out FILE.svg."
+        )
+    return render([read_run(directory) for directory in run_dirs])
+
+
+def _curves(run_dirs: list[Path]) -> str:
+    from paravt_ray.report.figure import COLOURS, figure
+    from paravt_ray.report.source import RunData, read_run
+
+    curves: dict[Path, list[RunData]] = {}
+    for run in map(read_run, run_dirs):
+        curves.setdefault(run.path.parent, []).append(run)
+    if len(curves) > len(COLOURS):
+        raise InputError(f"The runs lie in {len(curves)} folders: at most {len(COLOURS)} curves go into one picture.")
+    named = [(folder.name.replace("_", " "), runs) for folder, runs in curves.items()]
+    return figure(named, " and ".join(label for label, _ in named))

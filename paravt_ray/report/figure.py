@@ -1,4 +1,4 @@
-"""The paper's figure: accuracy reward, format reward and calls per sample over RL steps, a curve with a band an arm."""
+"""The paper's figure: accuracy reward, format reward and calls per sample over RL steps, with bands over seeds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from html import escape
 from statistics import fmean
 
-from paravt_ray.paradox.arms import BY_NAME
-from paravt_ray.paradox.results import Comparison
 from paravt_ray.report.curves import HEIGHT, WIDTH, Line, line_chart, reach_of
 from paravt_ray.report.panels import FIGURE as PANELS
 from paravt_ray.report.source import Points, RunData
@@ -25,16 +23,21 @@ polyline { fill: none; stroke-linejoin: round; } polyline.line { stroke-width: 2
 """
 
 
-def figure(found: Comparison, arms: Sequence[str], title: str) -> str:
-    """A self-contained SVG of those arms that have runs."""
-    shown = [(f"c{place}", name) for place, name in enumerate(arms) if name in found.runs]
-    steps = [step for _, name in shown for run in found.runs[name] for step in run.steps if step > 0]
+Curve = tuple[str, Sequence[RunData]]
+"""What a curve is called, and its runs, which differ in the seed alone."""
+
+
+def figure(curves: Sequence[Curve], title: str) -> str:
+    """A self-contained SVG of at most four curves."""
+    shown = [(f"c{place}", label, runs) for place, (label, runs) in enumerate(curves)]
+    every = [run for _, _, runs in shown for run in runs]
+    steps = [step for run in every for step in run.steps if step > 0]
     width, height = 2 * _MARGIN + 3 * WIDTH + 2 * _GAP, _HEAD + HEIGHT + _MARGIN
     colours = "".join(
         f"polyline.{css} {{ stroke: {colour}; }} polygon.{css}, rect.{css}, circle.{css} {{ fill: {colour}; }}\n"
         for css, colour in ((f"c{place}", colour) for place, colour in enumerate(COLOURS))
     )
-    reach = max((reach_of(len(run.steps)) for _, name in shown for run in found.runs[name]), default=0)
+    reach = max((reach_of(len(run.steps)) for run in every), default=0)
     smooth = f" Both smoothed over {2 * reach + 1} steps." if reach else ""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
@@ -43,11 +46,11 @@ def figure(found: Comparison, arms: Sequence[str], title: str) -> str:
         f'<text class="title" x="{_MARGIN}" y="22">{escape(title)}</text>',
         f'<text class="note" x="{width - _MARGIN}" y="22" style="text-anchor:end">'
         f"Curves: means over seeds; bands: lowest to highest.{smooth}</text>",
-        *_legend([(css, f"{BY_NAME[name].label} ({_count(found.runs[name])})") for css, name in shown]),
+        *_legend([(css, f"{label} ({_count(runs)})") for css, label, runs in shown]),
     ]
     for place, (metric, name) in enumerate(PANELS):
         x = _MARGIN + place * (WIDTH + _GAP)
-        lines = [_line(css, BY_NAME[arm].label, found.runs[arm], metric) for css, arm in shown]
+        lines = [_line(css, label, runs, metric) for css, label, runs in shown]
         parts.append(f'<text x="{x + 4}" y="{_HEAD - 10}">{escape(name)}</text>')
         if any(line.points for line in lines):
             chart = line_chart(name, lines, (min(steps), max(steps)))
