@@ -123,6 +123,7 @@ class BareTransformers:
         import torch
         from transformers import Qwen3VLForConditionalGeneration
 
+        torch.set_flush_denormal(True)  # as the learner does
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = Qwen3VLForConditionalGeneration.from_pretrained(
             model, dtype=torch.float32, local_files_only=True
