@@ -84,15 +84,20 @@ def test_every_step_is_exact_and_written_down(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_with_frames_as_a_video_is_exact_too(data: Path, tmp_path: Path) -> None:
-    """One turn an episode, so that what was not sampled is the prompt: as long as the renderer makes it for a video."""
+def test_a_step_in_turns_with_frames_as_a_video_is_exact_too(data: Path, tmp_path: Path) -> None:
+    """Engine and learner take turns, up to the checkpoint.
+
+    One turn an episode, so that what was not sampled is the prompt: as long as the renderer makes it for a video.
+    """
     settings = ("model.frames_as=video", "rollout.frame_budgets=[5]", "rollout.max_tool_turns=0", "data.valid=")
-    result = train(data, tmp_path / "run", "trainer.steps=1", *settings)
+    turns = ("cluster.colocate=true", "learner.zero_stage=2")
+    result = train(data, tmp_path / "run", "trainer.steps=1", *settings, *turns)
     assert result.returncode == 0, result.stdout + result.stderr
     line = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     assert (line["step"], line["rollout/failed"]) == (1, 0)
     assert line["train/logp_gap"] <= 1e-5
     assert line["sync/canary_gap"] <= 1e-4
+    assert (tmp_path / "run" / "checkpoints" / "step_000001" / "COMPLETE").exists()
     chat = Chat.from_pretrained(model_directory(Config()), "video")
     told = episodes(tmp_path / "run", 1)
     assert len(told) == 8

@@ -284,7 +284,9 @@ def _engine_args(config: Config) -> Any:
             "enforce_eager": True,
         }
     else:
-        device = {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+        # Sleep mode takes memory from another allocator; on CPUs vLLM refuses the setting, though engines can sleep.
+        colocate = config.cluster.colocate
+        device = {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": colocate}
     return AsyncEngineArgs(
         model=str(model_directory(config)),
         dtype=model.dtype,
