@@ -13,6 +13,7 @@ import ray
 
 from paravt_ray.config import Config
 from paravt_ray.errors import UserError
+from paravt_ray.placement import shared_places
 from paravt_ray.rewards.actor import REWARD_ACTOR_CPUS
 from paravt_ray.rollout.generator import actor_options
 from paravt_ray.tracking.logs import link_ray_logs
@@ -36,10 +37,12 @@ class Bundle:
 
 def demand(config: Config, on_gpus: bool) -> list[Bundle]:
     """What each actor of a run asks for."""
-    generator = actor_options(config, on_gpus)
+    generator, gpu = actor_options(config, on_gpus), 1.0 if on_gpus else 0.0
+    ranks = [Bundle("learner rank", 1.0, gpu)] * config.learner.ranks
+    engines = [Bundle("generator", generator["num_cpus"], generator["num_gpus"])] * config.rollout.generators
+    pairs = [Bundle("learner rank with generator", 2.0, gpu)] * shared_places(config)
     return [
-        *[Bundle("learner rank", 1.0, 1.0 if on_gpus else 0.0)] * config.learner.ranks,
-        *[Bundle("generator", generator["num_cpus"], generator["num_gpus"])] * config.rollout.generators,
+        *(pairs if config.cluster.colocate else ranks + engines),
         *[Bundle("tool worker", 1.0, 0.0)] * config.tools.workers,
         *[Bundle("reward actor", REWARD_ACTOR_CPUS, 0.0)] * config.reward.workers,
     ]

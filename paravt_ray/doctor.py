@@ -23,7 +23,7 @@ from rich.text import Text
 from paravt_ray.cluster import Bundle, connected, demand, local_cpus
 from paravt_ray.config import Config, model_directory
 from paravt_ray.errors import UserError
-from paravt_ray.learner.sizing import learner_size
+from paravt_ray.learner.sizing import LearnerSize, learner_size
 from paravt_ray.weights.manifest import checkpoint_shapes
 
 GIB = 1 << 30
@@ -239,12 +239,14 @@ def check_model(config: Config) -> Iterable[Line]:
     fits = needed + config.rollout.max_new_tokens <= config.model.context_length
     hint = "too many beside rollout.max_new_tokens; lower model.overview_max_pixels or raise model.context_length."
     yield Line("ok", text) if fits else Line("failure", f"{text}: {hint}")
-    yield _learner_memory(config, directory)
-
-
-def _learner_memory(config: Config, directory: Path) -> Line:
-    """What a learner rank will hold, against the memory that a rank on this machine would have."""
     size = learner_size(checkpoint_shapes(directory), config)
+    yield _learner_memory(config, size)
+    if config.cluster.colocate:
+        yield _shared_memory(config, size)
+
+
+def _learner_memory(config: Config, size: LearnerSize) -> Line:
+    """What a learner rank will hold, against the memory that a rank on this machine would have."""
     parts = {"weights": size.weights, "gradients": size.gradients, "optimizer state": size.optimizer}
     if size.reference:
         parts["the reference policy"] = size.reference
@@ -263,6 +265,21 @@ def _learner_memory(config: Config, directory: Path) -> Line:
         "learner.zero_stage and learner.ranks, set learner.offload_optimizer=true, or train an adapter alone "
         "(learner.lora_rank).",
     )
+
+
+def _shared_memory(config: Config, size: LearnerSize) -> Line:
+    """What waits in the CPU's memory at the worst moment, when GPUs change hands and neither side is on them."""
+    parts = {
+        "the learner's state": config.learner.ranks * size.total,
+        "weights of engines that sleep": config.rollout.generators * size.checkpoint,
+        "pushed weights": size.pushed,
+    }
+    held = ", ".join(f"{part / GIB:.3g} GiB of {name}" for name, part in parts.items())
+    text = f"Shared GPUs: when they change hands, the CPUs' memory holds up to {held}, on all machines together"
+    limit = _memory()[0]
+    if sum(parts.values()) <= limit:
+        return Line("ok", text)
+    return Line("warning", f"{text}: more than the {limit / GIB:.0f} GiB of this one. Use more machines.")
 
 
 def check_decoding(config: Config) -> Iterable[Line]:

@@ -54,6 +54,12 @@ class ScriptedGenerator:
         self._engine.version = push.version
         return push.version
 
+    async def sleep(self) -> None:
+        pass
+
+    async def wake(self) -> None:
+        pass
+
     async def canary(self) -> CanaryRun:
         run = await run_canary(self._engine, self._chat, self._config)
         run.generator = self._index

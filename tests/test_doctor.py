@@ -16,6 +16,7 @@ from paravt_ray.config import Config, ConfigError, load_config
 from paravt_ray.doctor import Bundle, Node, ResourcesError, check_resources, demand, unplaced
 from paravt_ray.errors import UserError
 from paravt_ray.learner.sizing import learner_size
+from paravt_ray.weights.manifest import checkpoint_shapes
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -69,6 +70,9 @@ def test_the_8b_recipes_fill_eight_gpus_and_in_another_shape_four(path: Path) ->
     named = re.search(r"Four GPUs in all: (.+)", (CONFIGS / "paragrpo_8b.yaml").read_text())
     assert named is not None
     assert unplaced(demand(load_config(path, named[1].split()), on_gpus=True), [FOUR]) == []
+    shared = re.search(r"Four GPUs shared by both.*: (.+)", (CONFIGS / "paragrpo_8b.yaml").read_text())
+    assert shared is not None
+    assert unplaced(demand(load_config(path, shared[1].split()), on_gpus=True), [FOUR]) == []
 
 
 def test_the_8b_evaluation_fits_eight_gpus_and_its_prompt_fits_the_context(checkpoint: Path) -> None:
@@ -198,6 +202,23 @@ def test_a_learner_that_no_memory_can_hold_is_warned_of(checkpoint: Path, monkey
     monkeypatch.setattr(doctor, "_memory", lambda: (1 << 20, 1 << 20))
     (line,) = [line for line in doctor.check_model(config(model={"path": str(checkpoint)})) if "Learner" in line.text]
     assert line.level == "warning" and "learner.lora_rank" in line.text
+
+
+def test_what_waits_while_shared_gpus_change_hands_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(
+        model={"path": str(checkpoint)},
+        learner={"ranks": 2},
+        rollout={"generators": 3},
+        cluster={"colocate": True},
+    )
+    size = learner_size(checkpoint_shapes(checkpoint), settings)
+    assert (size.checkpoint, size.pushed) == (2 * size.parameters, 2 * size.parameters)
+    assert learner_size(checkpoint_shapes(checkpoint), config(learner={"lora_rank": 2})).pushed < size.pushed / 2
+    held = 2 * size.total + 3 * size.checkpoint + size.pushed
+    for memory, level in ((held, "ok"), (held - 1, "warning")):
+        monkeypatch.setattr(doctor, "_memory", lambda memory=memory: (memory, memory))
+        (line,) = [line for line in doctor.check_model(settings) if "Shared GPUs" in line.text]
+        assert line.level == level
 
 
 def test_decoding_is_checked_frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir, read_metrics
 from paravt_ray.tracking.tracker import Tracker
 from paravt_ray.trainer import Trainer, TrainingError
+from paravt_ray.turns import Turns
 
 SAMPLES = [Sample(f"s{number}", "Which one?", (), "B", "mcq") for number in range(60)]
 ORDER = [drawn.sample.sample_id for drawn in SampleStream(SAMPLES, seed=0).take(len(SAMPLES))]
@@ -147,6 +148,7 @@ def looping(config: Config, model: Path, kinds: str, resume: dict[str, Any] | No
         learner = ScriptedLearner()
         trainer.fleet, trainer.learner, trainer.rewards = fleet, learner, LocalRewards(config)  # type: ignore[assignment]
         trainer.tracker = Tracker(run, trainer.progress, NoMlflow())  # type: ignore[arg-type]
+        trainer.turns = Turns(fleet, trainer.learner, shared=False)
         if resume is not None:
             trainer.version = resume["step"]
             trainer.prompts.restore(resume["stream"], trainer.version)

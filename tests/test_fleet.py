@@ -108,24 +108,28 @@ def test_restarts_are_capped() -> None:
         health.restart()
 
 
-@given(st.lists(st.sampled_from(["ready", "load", "load_old", "answered", "missed", "died", "restart"]), max_size=40))
+ACTIONS: dict[str, Callable[[Health], Any]] = {
+    "ready": lambda health: health.ready(),
+    "load": lambda health: health.loaded(7, 7),
+    "load_old": lambda health: health.loaded(6, 7),
+    "slept": lambda health: health.slept(),
+    "awoke": lambda health: health.awoke(),
+    "answered": lambda health: health.answered(),
+    "missed": lambda health: health.missed("silent"),
+    "died": lambda health: health.died("killed"),
+    "restart": lambda health: health.restart(),
+}
+
+
+@given(st.lists(st.sampled_from([*ACTIONS]), max_size=40))
 def test_whatever_happens_only_current_weights_serve(events: list[str]) -> None:
     clock = Clock()
     health = make_health(max_restarts=99, clock=clock)
     holds_current = False
-    actions: dict[str, Callable[[], Any]] = {
-        "ready": health.ready,
-        "load": lambda: health.loaded(7, 7),
-        "load_old": lambda: health.loaded(6, 7),
-        "answered": health.answered,
-        "missed": lambda: health.missed("silent"),
-        "died": lambda: health.died("killed"),
-        "restart": health.restart,
-    }
     for event in events:
         clock.now += 31.0
         try:
-            actions[event]()
+            ACTIONS[event](health)
         except IllegalTransitionError:
             continue
         if event in ("load", "load_old"):
@@ -146,6 +150,8 @@ class Script:
     group: Callable[[Fake, GroupSpec], Any] = lambda fake, spec: None
     """Returns seconds, raises, or hangs (None: no time at all); a Group stands for itself."""
     push: Callable[[Fake, Push], Any] = lambda fake, push: None
+    sleep: Callable[[Fake], Any] = lambda fake: None
+    wake: Callable[[Fake], Any] = lambda fake: None
     health: Callable[[Fake], Any] = lambda fake: None
     canary: Callable[[Fake], float] = lambda fake: -1.0
     """Returns the log-prob that it gives the canary's tokens."""
@@ -171,6 +177,7 @@ class Fake:
     most_episodes: int = 0
     groups: list[str] = field(default_factory=list)
     served_with: list[int] = field(default_factory=list)
+    asleep: bool = False
     ended: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -197,7 +204,7 @@ class Fake:
         return GeneratorInfo(self.index, "here", "node", 1, self.script.gpus(self.index), self.version)
 
     async def rollout_group(self, spec: GroupSpec) -> Group:
-        assert not self.ended
+        assert not self.ended and not self.asleep
         self.groups.append(spec.group_id)
         self.served_with.append(self.version)
         self.episodes += spec.group_size
@@ -210,10 +217,19 @@ class Fake:
 
     async def update_weights(self, push: Push) -> int:
         await self._do(self.script.push, push)
-        self.version = push.version
+        self.version, self.asleep = push.version, False
         return push.version
 
+    async def sleep(self) -> None:
+        await self._do(self.script.sleep)
+        self.asleep = True
+
+    async def wake(self) -> None:
+        await self._do(self.script.wake)
+        self.asleep = False
+
     async def canary(self) -> CanaryRun:
+        assert not self.asleep
         await self._do(lambda fake: None)
         trajectory = Trajectory()
         trajectory.append_generated([1, 2], [self.script.canary(self)] * 2, self.version)

@@ -269,6 +269,26 @@ def test_after_a_push_nothing_answers_with_old_weights(rig: Rig) -> None:
     assert max(rig.reference.gaps(g, frames).max() for g in after) < EXACT
 
 
+def test_an_engine_that_sleeps_answers_nothing_and_wakes_with_its_weights_or_with_those_of_a_push(rig: Rig) -> None:
+    """On a CPU it frees no memory; that its caches are dropped, its scheduler stops and goes on again is the same."""
+    frames = make_frames(4, 64, 64, seed=3)
+    prompt = rig.prompt(frames, "Which colour is it? " * 20)
+    for change in (False, True):
+        rig.generate([prompt], 5)
+        ray.get(rig.actor.sleep.remote(), timeout=30)
+        assert ray.get(rig.actor.health.remote(10.0), timeout=30) == rig.version, "it sleeps, and lives"
+        with pytest.raises(EngineError, match="sleeps"):
+            rig.generate([prompt], 5)
+        if change:
+            rig.reference.change(seed=3)
+            assert rig.load(rig.push()) == rig.version
+        else:
+            ray.get(rig.actor.wake.remote(), timeout=30)
+        after = rig.generate([prompt] * 2, 40)
+        assert {g.version for g in after} == {rig.version}
+        assert max(rig.reference.gaps(g, frames).max() for g in after) < EXACT
+
+
 def test_the_canary_sees_weights_that_did_not_arrive(rig: Rig) -> None:
     def check() -> float:
         run = ray.get(rig.actor.canary.remote(), timeout=30)

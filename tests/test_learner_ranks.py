@@ -16,12 +16,14 @@ import torch
 from learning import largest_difference, make_config, make_frame, make_learner, make_row, make_rows, weights
 from tiny import make_tiny_checkpoint
 
+from paravt_ray import placement
 from paravt_ray.chat import Chat
 from paravt_ray.episode import TrainRow
 from paravt_ray.learner import actor
 from paravt_ray.learner.actor import LearnerGroup
 from paravt_ray.learner.checkpoint import CheckpointWriteError, read_tensors
 from paravt_ray.learner.learner import LearnerError
+from paravt_ray.placement import PlacementError
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +163,8 @@ def test_errors_that_are_meant_for_people_come_out_of_a_rank_as_they_are(cluster
 def test_a_cluster_without_room_is_told_with_demand_and_supply(
     cluster: None, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "PLACEMENT_TIMEOUT_S", 1.0)
-    with pytest.raises(LearnerError, match=r"no room for 50 learner ranks.*'CPU': 4"):
+    monkeypatch.setattr(placement, "PLACEMENT_TIMEOUT_S", 1.0)
+    with pytest.raises(PlacementError, match=r"no room for 50 learner ranks.*'CPU': 4"):
         LearnerGroup(make_config(ranks=50), path)
 
 

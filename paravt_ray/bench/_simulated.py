@@ -116,6 +116,12 @@ class SimulatedGenerator:
         trajectory.append_generated([1], [-1.0], self._version)
         return CanaryRun(trajectory, self._version, self._index)
 
+    async def sleep(self) -> None:
+        """See `GeneratorHandle`."""
+
+    async def wake(self) -> None:
+        """See `GeneratorHandle`."""
+
     async def health(self, timeout_s: float) -> int:
         """See `GeneratorHandle`."""
         await self._host.health.remote()

@@ -20,6 +20,7 @@ from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir
 from paravt_ray.tracking.tracker import Tracker
 from paravt_ray.trainer import Trainer
+from paravt_ray.turns import Turns
 
 
 class BenchTrainer(Trainer):
@@ -32,6 +33,7 @@ class BenchTrainer(Trainer):
         progress = Progress(config.trainer.steps, Console(quiet=True))
         super().__init__(config, Path(config.model.path), samples, run, progress)
         self.fleet, self.learner = fleet, cast(LearnerGroup, learner)
+        self.turns = Turns(self.fleet, self.learner, shared=False)
 
     def __enter__(self) -> BenchTrainer:
         """Start what is left to start, and push the first weights."""

@@ -61,6 +61,8 @@ def check_config(config: Config) -> None:
         )
     if config.learner.zero_stage == 0 and config.learner.offload_optimizer:
         raise ConfigError("learner.offload_optimizer needs learner.zero_stage 1, 2 or 3.")
+    if config.cluster.colocate:
+        _check_colocation(config)
 
 
 def _check_tools(tools: ToolsConfig) -> None:
@@ -71,6 +73,29 @@ def _check_tools(tools: ToolsConfig) -> None:
         raise ConfigError(f"tools.offered: {error}") from error
     if not tools.offered:
         raise ConfigError("tools.offered is empty: to offer no tool, set rollout.max_tool_turns=0.")
+
+
+def _check_colocation(config: Config) -> None:
+    """Refuse what cannot take turns on a GPU."""
+    rollout, learner = config.rollout, config.learner
+    if rollout.staleness:
+        raise ConfigError(
+            f"rollout.staleness is {rollout.staleness}, but must be 0 with cluster.colocate=true: generators cannot "
+            "run ahead while the learner has their GPUs."
+        )
+    if rollout.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel is {rollout.tensor_parallel}, but must be 1 with cluster.colocate=true: an "
+            "engine shares one GPU with one learner rank."
+        )
+    # Stage 0, and 1 in bfloat16, have no `offload_states`; that of 3 moves no optimizer state but FusedAdam's, and
+    # takes frozen parameters for trained ones.
+    third = learner.zero_stage == 3 and learner.offload_optimizer and not learner.lora_rank
+    if learner.zero_stage != 2 and not third:
+        raise ConfigError(
+            "cluster.colocate=true needs learner.zero_stage=2, or 3 with learner.offload_optimizer=true and "
+            "learner.lora_rank=0: DeepSpeed can take no other learner off a GPU for the time of the rollouts."
+        )
 
 
 def _check_judge(reward: RewardConfig) -> None:

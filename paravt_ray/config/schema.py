@@ -92,7 +92,7 @@ class RolloutConfig:
     start_timeout_s: float = 900.0
     """Deadline for an engine to start."""
     push_timeout_s: float = 300.0
-    """Deadline for one engine to load pushed weights."""
+    """Deadline for one engine to load pushed weights, and with `cluster.colocate` to go to sleep or to wake."""
     max_restarts: int = 3
     """Times one generator that died is started again before the run is given up on it."""
     min_group_size: int = 2
@@ -316,6 +316,11 @@ class ClusterConfig:
     """Logical CPUs of a cluster that the run starts itself; 0 for as many as its actors ask for, but at least 16."""
     object_store_gb: float = 1.0
     """Object store of a cluster that the run starts itself."""
+    colocate: bool = False
+    """Generators and learner ranks share GPUs in pairs and take turns: engines sleep while the learner computes, and
+    its weights and optimizer state wait in the CPU's memory while they sample. Only with `rollout.staleness=0`,
+    `rollout.tensor_parallel=1`, and `learner.zero_stage=2`, or 3 with `learner.offload_optimizer` and without LoRA.
+    Not yet run on a GPU."""
 
 
 @dataclass

@@ -16,20 +16,17 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from paravt_ray.config import Config
 from paravt_ray.episode import TrainRow
 from paravt_ray.errors import UserError
 from paravt_ray.learner.learner import FloatArray, Learner, LearnerError
 from paravt_ray.learner.schedule import LrSchedule
+from paravt_ray.placement import has_gpus, place, reserve
 from paravt_ray.weights.push import Push
 
 log = logging.getLogger(__name__)
-
-PLACEMENT_TIMEOUT_S = 120.0
-"""How long the cluster may take to find room for the ranks."""
 
 
 def free_port() -> int:
@@ -77,6 +74,7 @@ class LearnerGroup:
         *,
         supervised: LrSchedule | None = None,
         resume: Path | None = None,
+        room: PlacementGroup | None = None,
     ) -> None:
         """Start the ranks on the cluster that this process is connected to.
 
@@ -86,22 +84,22 @@ class LearnerGroup:
             supervised: the schedule of supervised training; None for reinforcement learning, whose schedule and
                 reference policy follow from the configuration.
             resume: a checkpoint of `save` to go on from.
+            room: where each rank shares a place with a generator; None for room of their own.
 
         Raises:
             CheckpointError: `resume` cannot be gone on from.
-            LearnerError: the cluster has no room for them, or one of them did not come up.
+            PlacementError: the cluster has no room for them.
+            LearnerError: one of them did not come up.
         """
         self._timeout_s = config.learner.timeout_s
         self._ranks = config.learner.ranks
         schedule = supervised or LrSchedule.of_training(config)
         reference = model_path if config.algorithm.kl_coefficient > 0 and supervised is None else None
         log.info("%s", schedule.describe())
-        gpu = ray.cluster_resources().get("GPU", 0) > 0
-        self._group = placement_group([{"CPU": 1, "GPU": int(gpu)}] * self._ranks, strategy="PACK")
+        self._own_room = None if room else reserve(self._ranks, 1, "learner ranks")
         self._actors: list[Any] = []
         try:
-            self._wait_for_room()
-            self._actors = [self._start_actor(rank, gpu) for rank in range(self._ranks)]
+            self._actors = [self._start_actor(rank, room) for rank in range(self._ranks)]
             _refuse_shared(self._call("device", direct=True))
             rendezvous = ray.get(self._actors[0].rendezvous.remote(), timeout=self._timeout_s)
             self._call(
@@ -119,28 +117,10 @@ class LearnerGroup:
             self.close()
             raise
 
-    def _wait_for_room(self) -> None:
-        ready, _ = ray.wait([self._group.ready()], timeout=PLACEMENT_TIMEOUT_S)
-        if not ready:
-            have = {name: count for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-            raise LearnerError(
-                f"The cluster found no room for {self._ranks} learner ranks within {PLACEMENT_TIMEOUT_S:.0f} s: each "
-                f"needs {self._group.bundle_specs[0]}, the cluster has {have} in all. Lower learner.ranks or add nodes."
-            )
-
-    def _start_actor(self, rank: int, gpu: bool) -> Any:
-        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        return (
-            ray.remote(LearnerActor)
-            .options(
-                num_cpus=1,
-                num_gpus=int(gpu),
-                scheduling_strategy=where,
-                max_restarts=0,
-                runtime_env={"env_vars": _environment(self._ranks, gpu)},
-            )
-            .remote(rank)
-        )
+    def _start_actor(self, rank: int, room: PlacementGroup | None) -> Any:
+        where = place(room, rank, share=0.5) if room else place(self._own_room, rank)
+        environment = {"env_vars": _environment(self._ranks, has_gpus())}
+        return ray.remote(LearnerActor).options(**where, max_restarts=0, runtime_env=environment).remote(rank)
 
     # ---- what the learner does -------------------------------------------------------------------------------------
 
@@ -179,6 +159,14 @@ class LearnerGroup:
         push: Push = self._call("publish", version)[0]
         return push
 
+    def offload(self) -> None:
+        """Leave the GPUs to others until `reload`; see `Learner.offload`."""
+        self._call("offload")
+
+    def reload(self) -> None:
+        """Come back to the GPUs after `offload`."""
+        self._call("reload")
+
     def save(self, path: Path, state: dict[str, Any], keep: int) -> None:
         """Write a whole checkpoint; see `Learner.save`."""
         self._call("save", path.absolute(), state, keep)
@@ -198,7 +186,8 @@ class LearnerGroup:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        remove_placement_group(self._group)
+        if self._own_room:
+            remove_placement_group(self._own_room)
 
     # ---- calling -----------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,14 @@ def frozen(policy: Policy, config: Config, device: torch.device) -> Any:
     return deepspeed.initialize(model=policy, config=deepspeed_config(config))[0]
 
 
+def move_frozen(module: Any, device: torch.device) -> None:
+    """Move parameters that are not trained, which DeepSpeed leaves where they are; under ZeRO-3 this rank's part."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            held = getattr(parameter, "ds_tensor", parameter)
+            held.data = held.data.to(device)
+
+
 class Engine:
     """A policy under DeepSpeed: forward, backward, step, and its full tensors whatever the ZeRO stage."""
 
@@ -191,6 +199,23 @@ class Engine:
             raise KeyError(f"The optimizer state lacks {len(expected)} tensors, such as {sorted(expected)[0]}.")
         for state in self._optimizer.state.values():
             state["step"].fill_(steps)
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to the CPU's memory; nothing can be computed until `reload`."""
+        move_frozen(self._model, torch.device("cpu"))
+        # Not pinned: DeepSpeed would pin anew in every step what is given back at `reload`.
+        self._engine.offload_states(pin_memory=False)
+
+    def reload(self) -> None:
+        """Move back what `offload` has moved."""
+        self._engine.reload_states()
+        move_frozen(self._model, self._engine.device)
+        zero = self._engine.optimizer
+        if self.zero_stage == 2 and zero._hp_optimizer_states_linked:
+            # DeepSpeed makes each weight's link to its optimizer state anew, and leaves it empty: it fills it in the
+            # first step alone. Checkpoints are read through it.
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
 
     def close(self) -> None:
         """End DeepSpeed's engine and leave the process group."""

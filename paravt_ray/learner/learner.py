@@ -24,7 +24,7 @@ from paravt_ray.episode import InvalidTrajectoryError, TrainRow
 from paravt_ray.errors import UserError
 from paravt_ray.learner import checkpoint
 from paravt_ray.learner.batching import Collator, MicroBatch, plan, split_by_group
-from paravt_ray.learner.engine import Engine, frozen, init_distributed
+from paravt_ray.learner.engine import Engine, frozen, init_distributed, move_frozen
 from paravt_ray.learner.lora import (
     STEM,
     LoraState,
@@ -307,6 +307,20 @@ class Learner:
         torch.distributed.all_reduce(total)
         sums: list[float] = total.tolist()
         return sums
+
+    # ---- leaving the GPU -------------------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Leave the GPU to others: all weights and the optimizer's state go to the CPU's memory, until `reload`."""
+        if isinstance(self._reference, torch.nn.Module):
+            move_frozen(self._reference, torch.device("cpu"))
+        self._engine.offload()
+
+    def reload(self) -> None:
+        """Come back to the GPU."""
+        self._engine.reload()
+        if isinstance(self._reference, torch.nn.Module):
+            move_frozen(self._reference, self.device)
 
     # ---- weights and checkpoints -----------------------------------------------------------------------------------
 

@@ -20,6 +20,10 @@ class LearnerSize:
 
     parameters: int
     """Of the checkpoint, a number."""
+    checkpoint: int
+    """All its weights, of which an engine holds as many."""
+    pushed: int
+    """The part of them that a push brings."""
     trained: int
     """Parameters with gradients, a number."""
     weights: int
@@ -50,6 +54,8 @@ def learner_size(shapes: Shapes, config: Config) -> LearnerSize:
     has_reference = config.algorithm.kl_coefficient > 0 and not learner.lora_rank
     return LearnerSize(
         parameters=parameters,
+        checkpoint=parameters * width,
+        pushed=trained * width,
         trained=trained,
         weights=spread(parameters + adapter, width, 3),
         gradients=spread(trained, _FLOAT32, 2),

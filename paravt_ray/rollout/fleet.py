@@ -24,17 +24,17 @@ from paravt_ray.errors import UserError
 from paravt_ray.rollout.canary import CanaryRun
 from paravt_ray.rollout.generator import GeneratorInfo
 from paravt_ray.rollout.handle import GeneratorHandle, RayGenerator
-from paravt_ray.rollout.member import ATTEMPTS, GRACE_S, SHUTDOWN_S, Job, Member
+from paravt_ray.rollout.member import ATTEMPTS, GRACE_S, POLL_S, SHUTDOWN_S, Job, Member
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.weights.push import Push
 
 if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
     from tool_workers.pool import CropPool
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-POLL_S = 0.2
 
 
 class FleetError(UserError):
@@ -105,7 +105,13 @@ class GeneratorFleet:
     """Use as a context manager: entering starts all generators, without waiting; leaving ends them."""
 
     def __init__(
-        self, config: Config, pool: CropPool, log_dir: Path, start: Callable[[int], GeneratorHandle] | None = None
+        self,
+        config: Config,
+        pool: CropPool,
+        log_dir: Path,
+        start: Callable[[int], GeneratorHandle] | None = None,
+        *,
+        room: PlacementGroup | None = None,
     ) -> None:
         """Nothing is started yet.
 
@@ -114,9 +120,10 @@ class GeneratorFleet:
             pool: the crop service.
             log_dir: folder for the generators' logs.
             start: makes the generator of a given index; Ray actors by default.
+            room: where each of those shares a place with a learner rank; None where they have their GPUs alone.
         """
         self._config = config
-        self._start = start or _on_ray(config, pool, log_dir)
+        self._start = start or (lambda index: RayGenerator(config, index, pool, log_dir, room))
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="generator-fleet", daemon=True)
@@ -125,6 +132,9 @@ class GeneratorFleet:
         self._lives: list[asyncio.Task[None]] = []
         self._closing = False
         self._delivered_at = time.monotonic()
+        self.awake = asyncio.Event()
+        """Cleared while the generators sleep."""
+        self.awake.set()
         self.push: Push | None = None
         """The weights that generators serve with; None for those of the checkpoint."""
         self.agreed: CanaryRun | None = None
@@ -177,7 +187,7 @@ class GeneratorFleet:
     def push_weights(self, push: Push) -> float:
         """Have every generator load a version, and every one that is (re)started later before it takes work.
 
-        A generator that fails is replaced, and its successor loads them.
+        A generator that fails is replaced, and its successor loads them. Those that sleep wake for it.
 
         Returns:
             Seconds that it took.
@@ -189,6 +199,27 @@ class GeneratorFleet:
         started = time.perf_counter()
         self._call(self._push(push), self._config.rollout.push_timeout_s + 2 * GRACE_S)
         return time.perf_counter() - started
+
+    def sleep(self) -> None:
+        """Have every generator give up its GPU's memory until `wake` or `push_weights`; no group may be under way.
+
+        One that is just starting does so first. One that cannot is ended; what is ended, or dies meanwhile, is started
+        again when the others wake.
+
+        Raises:
+            FleetError: it takes longer than starting, loading and checking a generator may.
+        """
+        self.wait_started()
+        rollout = self._config.rollout
+        self._call(self._sleep(), self._recovery_s + rollout.turn_timeout_s + rollout.push_timeout_s + 4 * GRACE_S)
+
+    def wake(self) -> None:
+        """Have every generator that sleeps serve again with the weights that it holds; who cannot is replaced.
+
+        Raises:
+            FleetError: they do not answer.
+        """
+        self._call(self._wake(), self._config.rollout.push_timeout_s + 2 * GRACE_S)
 
     def canary(self) -> list[CanaryRun]:
         """Let every generator that serves make the canary with the weights it holds.
@@ -285,8 +316,17 @@ class GeneratorFleet:
                     )
         return infos
 
+    async def _sleep(self) -> None:
+        self.awake.clear()
+        await asyncio.gather(*(member.sleep() for member in self._members))
+
+    async def _wake(self) -> None:
+        self.awake.set()
+        await asyncio.gather(*(member.wake() for member in self._members))
+
     async def _push(self, push: Push) -> None:
         self.push = push
+        self.awake.set()
         results = await asyncio.gather(*(member.load(push) for member in self._members), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors and True not in results:
@@ -327,13 +367,3 @@ class GeneratorFleet:
         except TimeoutError as error:
             future.cancel()
             raise FleetError(f"The generators did not answer within {timeout_s:g} s. {self._summary()}") from error
-
-
-def _on_ray(config: Config, pool: CropPool, log_dir: Path) -> Callable[[int], GeneratorHandle]:
-    def start(index: int) -> GeneratorHandle:
-        import ray
-
-        gpu = ray.cluster_resources().get("GPU", 0.0) > 0
-        return RayGenerator(config, index, pool, log_dir, gpu)
-
-    return start

@@ -112,6 +112,14 @@ class Generator:
         async with local_bytes(push, self._config.rollout.push_timeout_s) as path:
             return await self._running.update_weights(push, path)
 
+    async def sleep(self) -> None:
+        """Give up the GPU's memory until `wake` or `update_weights`; who fails in either must be ended."""
+        await self._running.sleep()
+
+    async def wake(self) -> None:
+        """Go on with the weights that the engine held."""
+        await self._running.wake()
+
     async def canary(self) -> CanaryRun:
         """Generate the canary with the weights that are there now.
 

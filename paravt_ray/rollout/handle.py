@@ -14,6 +14,8 @@ from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.weights.push import Push
 
 if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
     from tool_workers.pool import CropPool
 
 Answer = TypeVar("Answer")
@@ -41,6 +43,14 @@ class GeneratorHandle(Protocol):
         """Load a version of the weights and return it."""
         ...
 
+    async def sleep(self) -> None:
+        """Give up its GPU's memory."""
+        ...
+
+    async def wake(self) -> None:
+        """Take it again; so does `update_weights`."""
+        ...
+
     async def canary(self) -> CanaryRun:
         """Generate the canary."""
         ...
@@ -61,13 +71,18 @@ class GeneratorHandle(Protocol):
 class RayGenerator:
     """A `Generator` actor."""
 
-    def __init__(self, config: Config, index: int, pool: CropPool, log_dir: Path, gpu: bool) -> None:
-        """Create the actor; `ready` waits for it."""
+    def __init__(
+        self, config: Config, index: int, pool: CropPool, log_dir: Path, room: PlacementGroup | None = None
+    ) -> None:
+        """Create the actor, in place `index` of `room` where it shares its GPU; `ready` waits for it."""
         import ray
+
+        from paravt_ray.placement import has_gpus, place
 
         self._log = log_file(log_dir, index)
         self._index = index
-        actor = ray.remote(Generator).options(**actor_options(config, gpu))
+        where = place(room, index, share=0.5) if room else {}
+        actor = ray.remote(Generator).options(**actor_options(config, has_gpus()) | where)
         self._actor = actor.remote(config, index, pool, str(log_dir))
 
     async def ready(self) -> GeneratorInfo:
@@ -81,6 +96,14 @@ class RayGenerator:
     async def update_weights(self, push: Push) -> int:
         """See `GeneratorHandle`."""
         return await self._answer(self._actor.update_weights.remote(push))
+
+    async def sleep(self) -> None:
+        """See `GeneratorHandle`."""
+        await self._answer(self._actor.sleep.remote())
+
+    async def wake(self) -> None:
+        """See `GeneratorHandle`."""
+        await self._answer(self._actor.wake.remote())
 
     async def canary(self) -> CanaryRun:
         """See `GeneratorHandle`."""

@@ -1,9 +1,9 @@
 """The health of one generator as a state machine: no I/O, no clock of its own, one forbidden transition.
 
-    STARTING -> NEEDS_WEIGHTS -> SERVING <-> SUSPECT
+    STARTING -> NEEDS_WEIGHTS -> SERVING <-> SUSPECT      SERVING, SUSPECT -> ASLEEP -> SERVING
         ^             |             |           |
         |             v             v           v
-        +---------- DEAD <----------+-----------+         DEAD -> RETIRED after too many restarts
+        +---------- DEAD <----------+-----------+         DEAD -> RETIRED after too many restarts; ASLEEP -> DEAD
 
 Forbidden: a generator that died serves again without having loaded the weights that are current by then. The way from
 DEAD leads through STARTING and NEEDS_WEIGHTS only, and `loaded` opens the last door for the current version alone.
@@ -22,6 +22,7 @@ class State(StrEnum):
     NEEDS_WEIGHTS = "needs_weights"
     SERVING = "serving"
     SUSPECT = "suspect"
+    ASLEEP = "asleep"
     DEAD = "dead"
     RETIRED = "retired"
 
@@ -61,7 +62,7 @@ class Health:
     @property
     def loadable(self) -> bool:
         """Whether it runs with weights that a push can replace."""
-        return self.state in (State.SERVING, State.SUSPECT)
+        return self.state in (State.SERVING, State.SUSPECT, State.ASLEEP)
 
     def ready(self) -> None:
         """Its engine has started."""
@@ -69,8 +70,16 @@ class Health:
 
     def loaded(self, version: int, current: int) -> None:
         """It holds a version of the weights; anything but the current one does not make it serve."""
-        self._expect("loaded", State.NEEDS_WEIGHTS, State.SERVING, State.SUSPECT)
+        self._expect("loaded", State.NEEDS_WEIGHTS, State.SERVING, State.SUSPECT, State.ASLEEP)
         self.state = State.SERVING if version == current else State.NEEDS_WEIGHTS
+
+    def slept(self) -> None:
+        """It has given up its GPU's memory."""
+        self._move("slept", State.ASLEEP, State.SERVING, State.SUSPECT)
+
+    def awoke(self) -> None:
+        """It has its GPU's memory again, and the weights that it held before."""
+        self._move("awoke", State.SERVING, State.ASLEEP)
 
     def answered(self) -> None:
         """It gave a sign of life."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from paravt_ray.episode import Group
 from paravt_ray.rollout.canary import CanaryRun, check_successor
 from paravt_ray.rollout.generator import GeneratorInfo
 from paravt_ray.rollout.handle import GeneratorDiedError, GeneratorHandle
-from paravt_ray.rollout.health import Health
+from paravt_ray.rollout.health import Health, State
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.weights.push import Push, WeightError
 
@@ -28,6 +28,7 @@ SUSPECT_S = 60.0
 GRACE_S = 30.0
 """Seconds that a generator has, beyond its own deadline, to say that it missed it."""
 SHUTDOWN_S = 15.0
+POLL_S = 0.2
 ATTEMPTS = 3
 """Times that a group is tried; it may be the group that kills its generators."""
 
@@ -56,6 +57,8 @@ class Desk(Protocol):
     """The current weights; None for those of the checkpoint."""
     agreed: CanaryRun | None
     """What a generator with the weights of its version made of the canary, and the learner agreed to."""
+    awake: asyncio.Event
+    """Cleared while generators sleep. Their GPUs are another's then, and none may start there."""
 
     def finished(self, job: Job, group: Group) -> None:
         """A group is done."""
@@ -95,6 +98,7 @@ class Member:
         while True:
             self._death.clear()
             try:
+                await self._desk.awake.wait()
                 self._handle = self._start(self.index)
                 await self._live(self._handle)
             except asyncio.CancelledError:
@@ -105,6 +109,7 @@ class Member:
             if self._handle is not None:
                 self._handle.kill()
             await self._drop_work()
+            self._handle = None
             logger.warning("Generator %d died: %s", self.index, self.health.reason)
             if not self.started.done():
                 self.started.set_exception(RuntimeError(self.health.reason))
@@ -149,6 +154,29 @@ class Member:
                 self._die(handle, _reason(error))
                 raise WeightError(f"Generator {self.index}: {_reason(error)}") from error
             return True
+
+    async def sleep(self) -> None:
+        """Give up the GPU's memory, after its start where it is just starting; one that fails to is ended for it."""
+        while (handle := self._handle) is not None and self.health.state is not State.ASLEEP:
+            if self.health.loadable:
+                await self._turn(handle, handle.sleep, self.health.slept)
+            else:  # it starts, or it is being ended
+                await asyncio.sleep(POLL_S)
+
+    async def wake(self) -> None:
+        """Serve again with the weights that it holds; one that fails to is replaced."""
+        if self._handle is not None and self.health.state is State.ASLEEP:
+            await self._turn(self._handle, self._handle.wake, self.health.awoke)
+
+    async def _turn(
+        self, handle: GeneratorHandle, ask: Callable[[], Awaitable[None]], done: Callable[[], None]
+    ) -> None:
+        try:
+            async with self._loading, asyncio.timeout(self._config.rollout.push_timeout_s + GRACE_S):
+                await ask()
+            done()
+        except Exception as error:  # it is replaced, whatever it was
+            self._die(handle, _reason(error))
 
     async def canary(self) -> CanaryRun | None:
         """Let it generate the canary; None where it does not serve, or dies of it."""

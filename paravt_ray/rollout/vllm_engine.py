@@ -52,6 +52,7 @@ class VllmEngine:
         self._update = asyncio.Lock()
         self._fault = ""
         """Why the engine must not answer; empty where it may."""
+        self._asleep = False
         self.version = INITIAL_VERSION
 
     @classmethod
@@ -101,8 +102,8 @@ class VllmEngine:
         """One request; its prompt should become `expected` tokens."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        if self._fault:
-            raise EngineError(self._fault)
+        if self._fault or self._asleep:
+            raise EngineError(self._fault or "The engine sleeps: vLLM would keep the request until it wakes.")
         params = SamplingParams(
             temperature=temperature,
             max_tokens=max_tokens,
@@ -146,6 +147,8 @@ class VllmEngine:
     async def update_weights(self, push: Push, path: str) -> int:
         """Load a pushed version; running turns are frozen, and go on with the new weights from recomputed states.
 
+        An engine that sleeps wakes: its weights first, its KV cache last, so that loading has the room of the latter.
+
         Args:
             push: the version.
             path: where this node can open its bytes.
@@ -162,6 +165,8 @@ class VllmEngine:
         async with self._update:
             try:
                 async with asyncio.timeout(timeout_s):
+                    if self._asleep:
+                        await self._llm.wake_up(["weights"])
                     # The caches of preprocessed frames stay: they do not depend on weights, and clearing them under
                     # running requests would leave vLLM's two copies of them out of step.
                     await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -172,7 +177,10 @@ class VllmEngine:
                     # nor from cached frame features.
                     await self._llm.reset_prefix_cache(reset_running_requests=True)
                     await self._llm.reset_encoder_cache()
-                    await self._llm.resume_generation()
+                    if self._asleep:
+                        await self._llm.wake_up(["kv_cache"])  # whoever is awake as a whole resumes
+                    else:
+                        await self._llm.resume_generation()
             except BaseException as error:  # a cancellation leaves the engine half-loaded just as an error does
                 reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 self._fault = f"The engine does not hold whole weights: loading version {push.version} failed. {reason}"
@@ -180,9 +188,24 @@ class VllmEngine:
                 if isinstance(error, Exception):
                     raise WeightError(self._fault) from error
                 raise
-            self._fault = ""
+            self._fault, self._asleep = "", False
             self.version = push.version
         return self.version
+
+    async def sleep(self) -> None:
+        """Give up the GPU's memory: weights are kept in the CPU's, caches are dropped. On a CPU nothing is freed.
+
+        Deadlines are the caller's, and so is it to end an engine that fails: nobody knows what it holds.
+        """
+        async with self._update:
+            await self._llm.sleep(level=1)
+            self._asleep = True
+
+    async def wake(self) -> None:
+        """Take the GPU's memory again, with the weights that were there and empty caches; see `sleep`."""
+        async with self._update:
+            await self._llm.wake_up()
+            self._asleep = False
 
     async def check(self, timeout_s: float) -> None:
         """Ask the engine's process for a sign of life.
@@ -261,7 +284,9 @@ def _engine_args(config: Config) -> Any:
             "enforce_eager": True,
         }
     else:
-        device = {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+        # Sleep mode takes memory from another allocator; on CPUs vLLM refuses the setting, though engines can sleep.
+        colocate = config.cluster.colocate
+        device = {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": colocate}
     return AsyncEngineArgs(
         model=str(model_directory(config)),
         dtype=model.dtype,

@@ -1,0 +1,67 @@
+"""Generators and learner on the same GPUs (`cluster.colocate`): the room that they share, and whose turn it is there.
+
+One side leaves a GPU before the other comes, in this order:
+
+    rollouts -> engines sleep -> the learner's states come -> update, publish
+             -> they leave -> engines wake: their weights, the pushed ones over them, then the KV cache -> canary
+             -> engines sleep -> the learner's states come -> its log-probs of the canary -> they leave -> engines wake
+
+A sleeping engine keeps its weights in the CPU's memory (vLLM's sleep level 1), so that it can wake without a push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from paravt_ray.config import Config
+from paravt_ray.learner.actor import LearnerGroup
+from paravt_ray.placement import reserve, shared_places
+from paravt_ray.rollout.fleet import GeneratorFleet
+from paravt_ray.weights.push import Push
+
+
+@contextmanager
+def shared_room(config: Config) -> Iterator[PlacementGroup | None]:
+    """Room for generator i and learner rank i in place i, on one GPU; None where each has its own.
+
+    Raises:
+        PlacementError: the cluster has none.
+    """
+    if not config.cluster.colocate:
+        yield None
+        return
+    room = reserve(shared_places(config), 2, "pairs of a generator and a learner rank")
+    try:
+        yield room
+    finally:
+        remove_placement_group(room)
+
+
+class Turns:
+    """Whose turn it is on shared GPUs. Where they are not shared, it is always everyone's, and nothing has to be done.
+
+    It is the learner's turn when this is made: engines have started, and sleep. What fails is a FleetError or a
+    LearnerError, of the side that did not go or come in time.
+    """
+
+    def __init__(self, fleet: GeneratorFleet, learner: LearnerGroup, shared: bool) -> None:
+        """`shared`: whether generators and learner are on the same GPUs."""
+        self._fleet, self._learner, self._shared = fleet, learner, shared
+
+    def to_learner(self) -> None:
+        """Let the learner compute; no group may be under way."""
+        if self._shared:
+            self._fleet.sleep()
+            self._learner.reload()
+
+    def to_generators(self, push: Push | None = None) -> None:
+        """Let generators sample, with the weights of `push` where it is given, else with those that they hold."""
+        if self._shared:
+            self._learner.offload()
+        if push is not None:
+            self._fleet.push_weights(push)  # wakes those that sleep
+        elif self._shared:
+            self._fleet.wake()
