@@ -127,6 +127,16 @@ def test_the_checkpoint_loads_in_transformers(run: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_that_cannot_go_on_is_refused_before_ray_is_started(run: Path, data: Path) -> None:
+    ray = run / "logs" / "ray"
+    before = ray.readlink()
+    result = train(data, run, "trainer.steps=4", "trainer.resume=auto", "trainer.seed=7")
+    assert result.returncode != 0
+    assert "trainer.seed=0, this run has 7" in result.stdout + result.stderr
+    assert ray.readlink() == before, "it points elsewhere as soon as this run's Ray has started"
+
+
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_alone(run: Path, data: Path) -> None:
     """SIGKILL of the driver after a step: what it started ends with it, and the next start goes on after that step."""
     again = command(data, run, "trainer.steps=4", "trainer.resume=auto")

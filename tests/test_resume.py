@@ -20,8 +20,7 @@ from tiny import make_tiny_checkpoint
 from paravt_ray.config import Config
 from paravt_ray.episode import Sample
 from paravt_ray.learner.checkpoint import CheckpointError
-from paravt_ray.learner.resume import Resume, check_resume
-from paravt_ray.learner.schedule import LrSchedule
+from paravt_ray.learner.resume import Resume
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir
 from paravt_ray.trainer import Trainer
@@ -118,8 +117,8 @@ def test_a_run_that_cannot_go_on_is_left_as_it_was(
 ) -> None:
     config, before = again(folder), contents(folder)
     change(config)
-    with RunDir(config) as run, pytest.raises(CheckpointError, match=reason), trainer(config, model, samples, run):
-        pass
+    with RunDir(config) as run, pytest.raises(CheckpointError, match=reason):
+        trainer(config, model, samples, run)
     assert contents(folder) == before
 
 
@@ -127,7 +126,7 @@ def test_another_model_is_another_reference_and_is_refused(model: Path, folder: 
     config, before = again(folder), contents(folder)
     other = rebuilt(model, tmp_path)
     with RunDir(config) as run, pytest.raises(CheckpointError, match=r"another model than the one at model\.path"):
-        trainer(config, other, SAMPLES, run).__enter__()
+        trainer(config, other, SAMPLES, run)
     assert contents(folder) == before
 
 
@@ -136,13 +135,12 @@ def test_a_checkpoint_without_an_origin_is_refused(model: Path, folder: Path) ->
     state.write_text(json.dumps({"step": 2, "stream": STREAM}))
     config = again(folder)
     with RunDir(config) as run, pytest.raises(CheckpointError, match="does not say which model"):
-        trainer(config, model, SAMPLES, run).__enter__()
+        trainer(config, model, SAMPLES, run)
 
 
 def resume(config: Config, model: Path, samples: list[Sample]) -> Resume | None:
     with RunDir(config) as run:
-        origin = trainer(config, model, samples, run).origin
-        return check_resume(run.checkpoints, origin, LrSchedule.of_training(config))
+        return trainer(config, model, samples, run).resume
 
 
 def test_the_same_run_goes_on_wherever_its_files_lie(model: Path, folder: Path, tmp_path: Path) -> None:

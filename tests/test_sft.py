@@ -340,6 +340,9 @@ def test_a_run_goes_on_with_its_own_data_model_and_settings_alone(
         with pytest.raises(CheckpointError, match=reason):
             train(other)
         assert contents(out) == before
+    with pytest.raises(InputError, match=r"gone\.parquet"):
+        train(replace(again, data=replace(again.data, valid=str(tmp_path / "gone.parquet"))))
+    assert contents(out) == before
     write_rows(config, [*rows[:-1], simple("v1.mp4#frames=2", "<answer>C</answer>")])
     with pytest.raises(CheckpointError, match=r"data\.train are not those of"):
         train(again)
