@@ -58,6 +58,7 @@ def train(config: Config) -> int:
         stack.enter_context(connected(config, run.logs))
         progress.say(check_resources(config))
         stack.enter_context(trainer)
+        stack.callback(progress.stage, "ending the engines and Ray", "about 10 s")
         trainer.run(held_out[: config.trainer.eval_samples or None])
     return 0
 

@@ -61,6 +61,7 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = train(data, folder, "trainer.steps=2")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Held-out questions" in result.stdout
+    assert "ending the engines and Ray (about 10 s)" in result.stdout.partition("opens the curves")[2]
     return folder
 
 
