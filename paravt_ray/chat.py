@@ -24,10 +24,14 @@ from typing import Any, Literal
 from paravt_ray.episode import Frame
 from paravt_ray.tools.offered import DEFAULT, Tools
 
-NO_TOOLS_SYSTEM = (
+# With `frames_as: video`, "each after its time" is not exact: two frames together follow their mean time. There is one
+# text for both all the same, since SFT data holds it before it is known how its frames will be shown, and RL must show
+# what SFT showed. The tiny model was trained on these very characters.
+_TASK = (
     "You answer questions about a video. You see some of its frames, each after its time. "
-    "Think inside <think></think>. Then give the answer inside <answer></answer>."
+    "Think inside <think></think>. "
 )
+NO_TOOLS_SYSTEM = f"{_TASK}Then give the answer inside <answer></answer>."
 """The main agent's where there is no tool to call."""
 SUBAGENT_SYSTEM = "You see the frames of one part of a video. Say briefly what they show that matters for the question."
 FORCE_ANSWER = "No more calls are possible. Answer now."
@@ -97,8 +101,7 @@ def main_system(tools: Tools) -> str:
     calls = (json.dumps({"name": tool.name, "arguments": tool.example}) for tool in tools.values())
     examples = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
     return (
-        "You answer questions about a video. You see some of its frames, each after its time. "
-        f"Think inside <think></think>. Where the frames do not show enough, call {'the' if len(tools) == 1 else 'a'} "
+        f"{_TASK}Where the frames do not show enough, call {'the' if len(tools) == 1 else 'a'} "
         "tool; several calls in one turn are served at the same time. Otherwise give the answer inside "
         f"<answer></answer>.\n<tools>\n{schemas}\n</tools>\nA call looks like this:\n{examples}"
     )

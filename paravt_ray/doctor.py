@@ -90,17 +90,20 @@ def check_resources(config: Config) -> str:
     nodes, free = _supply(config)
     bundles = demand(config, on_gpus=free.gpus > 0)
     cpus, gpus = sum(bundle.cpus for bundle in bundles), sum(bundle.gpus for bundle in bundles)
-    needed = f"{cpus:g} CPUs and {gpus:g} GPUs ({_breakdown(bundles)})"
-    supply = f"{free.cpus:g} CPUs and {free.gpus:g} GPUs free on {len(nodes)} machine{'s' if len(nodes) > 1 else ''}"
+    needed = f"{cpus:g} logical CPUs and {gpus:g} GPUs ({_breakdown(bundles)})"
+    machines = f"{len(nodes)} machine{'s' if len(nodes) > 1 else ''}"
+    supply = f"{free.cpus:g} logical CPUs and {free.gpus:g} GPUs free on {machines}"
+    here = "" if config.cluster.address else f", of which this machine has {os.cpu_count()}"
+    meaning = f"Logical CPUs are places for actors, not cores{here}."
     left = unplaced(bundles, nodes)
     if left or cpus > free.cpus or gpus > free.gpus:
         where = f"; no machine has room for {_breakdown(left)}" if left else ""
         raise ResourcesError(
             f"The run asks for {needed}, and the cluster has {supply}{where}. Lower rollout.generators, "
             f"rollout.tensor_parallel, learner.ranks, tools.workers or reward.workers, or use a larger cluster "
-            f"(cluster.cpus, where the run starts its own)."
+            f"(cluster.cpus, where the run starts its own). {meaning}"
         )
-    return f"The run asks for {needed}; the cluster has {supply}."
+    return f"The run asks for {needed}; the cluster has {supply}. {meaning}"
 
 
 def unplaced(bundles: Iterable[Bundle], nodes: Iterable[Node]) -> list[Bundle]:

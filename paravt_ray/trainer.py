@@ -54,9 +54,12 @@ def train(config: Config) -> int:
         log_to_file(run.logs)
         progress = stack.enter_context(Progress(config.trainer.steps))
         progress.say(f"Run directory: {run.path}\n{found.sentence()}")
+        trainer = Trainer(config, model, samples, run, progress)
+        progress.stage("connecting to Ray")
         stack.enter_context(connected(config, run.logs))
         progress.say(check_resources(config))
-        trainer = stack.enter_context(Trainer(config, model, samples, run, progress))
+        stack.enter_context(trainer)
+        stack.callback(progress.stage, "ending the engines and Ray", "a few seconds")
         trainer.run(held_out[: config.trainer.eval_samples or None])
     return 0
 
@@ -65,7 +68,7 @@ class Trainer:
     """Owns the actors of a run. Use it as a context manager: leaving it ends them all, however it is left."""
 
     def __init__(self, config: Config, model: Path, samples: Sequence[Sample], run: RunDir, progress: Progress) -> None:
-        """Nothing is started yet.
+        """See where the run goes on; nothing is started or changed yet.
 
         Args:
             config: the run's.
@@ -73,30 +76,29 @@ class Trainer:
             samples: to train on.
             run: where results go.
             progress: where people look.
+
+        Raises:
+            CheckpointError: the run cannot go on from its newest complete checkpoint.
         """
         self.config, self.model, self.run_dir, self.progress = config, model, run, progress
         self.prompts = PromptQueue(config, samples)
         progress.stage("reading the model's files", "a minute for a large model")
         self.origin = Origin.of(config, model, (sample.content() for sample in samples))
         self.chat = Chat.from_pretrained(model, config.model.frames_as)
-        self.version = 0
+        self.resume = check_resume(run.checkpoints, self.origin, LrSchedule.of_training(config))
+        """Where the run goes on; None at its beginning."""
+        self.version = self.resume.step if self.resume else 0
         """Steps done, and the version of the weights that the learner holds after them."""
+        if self.resume:
+            self.prompts.restore(self.resume.state["stream"], self.version)
         self.seconds: dict[str, float] = {}
         """What the stages of a step took."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Trainer:
-        """Start all actors, the slow ones at the same time; on resume, from the newest complete checkpoint.
-
-        Raises:
-            CheckpointError: the run cannot go on from it, and is left as it was.
-        """
+        """Start all actors, the slow ones at the same time; on resume, from the newest complete checkpoint."""
         with ExitStack() as stack:
-            resume = check_resume(self.run_dir.checkpoints, self.origin, LrSchedule.of_training(self.config))
-            if resume is not None:
-                self.version = resume.step
-                self.prompts.restore(resume.state["stream"], self.version)
-            self.run_dir.rewind(self.version if resume else -1)
+            self.run_dir.rewind(self.version if self.resume else -1)
             mlflow = stack.enter_context(MlflowLogger(self.run_dir, self.config))
             self.tracker = Tracker(self.run_dir, self.progress, mlflow)
             self.progress.stage("starting the engines and the learner", "30 to 60 s")
@@ -106,7 +108,7 @@ class Trainer:
             self.fleet = stack.enter_context(GeneratorFleet(self.config, self.pool, self.run_dir.logs, room=room))
             if room:
                 self.fleet.sleep()  # the learner starts on the GPUs that they have left
-            checkpoint = resume.checkpoint if resume else None
+            checkpoint = self.resume.checkpoint if self.resume else None
             self.learner = stack.enter_context(LearnerGroup(self.config, self.model, resume=checkpoint, room=room))
             self.turns = Turns(self.fleet, self.learner, shared=room is not None)
             self.rewards = RewardPool(self.config)

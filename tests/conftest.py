@@ -6,11 +6,16 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from browser import Browser
 
 from paravt_ray.tracking.mlflow_log import make_database
+
+if TYPE_CHECKING:
+    from paravt_ray.chat import Chat
+    from paravt_ray.episode import TrainRow
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,3 +46,41 @@ def database(tmp_path: Path, empty_database: Path) -> Path:
     file = tmp_path / "mlflow.db"
     file.write_bytes(empty_database.read_bytes())
     return file
+
+
+# What the learner is tested with. Imported where it is asked for: torch would delay the tests that do without.
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint that tests only read; who changes one makes one."""
+    from tiny import make_tiny_checkpoint
+
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(tiny_path: Path) -> Chat:
+    """Its renderer, which holds no state."""
+    from paravt_ray.chat import Chat
+
+    return Chat.from_pretrained(tiny_path)
+
+
+@pytest.fixture
+def tiny_rows(tiny_chat: Chat) -> list[TrainRow]:
+    """`learning.make_rows`, anew for each test: what one test fills in, another expects to be missing."""
+    from learning import make_rows
+
+    return make_rows(tiny_chat)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """torch with a single thread: the tiny model is so small that more of them only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learning import largest_difference, make_config, make_learner, make_rows, weights
-from tiny import make_tiny_checkpoint
+from learning import largest_difference, make_config, make_learner, weights
 
 from paravt_ray.chat import Chat
 from paravt_ray.episode import TrainRow
@@ -33,18 +32,7 @@ from paravt_ray.learner.checkpoint import (
     write_tensors,
 )
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is so small that more of them only wait for each other
-    yield make_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def rows(path: Path) -> list[TrainRow]:
-    return make_rows(Chat.from_pretrained(path))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_complete(directory: Path, step: int) -> Path:
@@ -59,22 +47,22 @@ def make_complete(directory: Path, step: int) -> Path:
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16")])
 def test_a_resumed_run_equals_the_unbroken_one_to_the_last_bit(
-    path: Path, rows: list[TrainRow], tmp_path: Path, stage: int, dtype: str
+    tiny_path: Path, tiny_rows: list[TrainRow], tmp_path: Path, stage: int, dtype: str
 ) -> None:
     config = make_config(zero_stage=stage, schedule="cosine", warmup_steps=2)
     config.model.dtype = dtype
-    unbroken = make_learner(path, config)
+    unbroken = make_learner(tiny_path, config)
     for step in range(4):
-        metrics = unbroken.update(rows)
+        metrics = unbroken.update(tiny_rows)
         if step == 1:
             unbroken.save(tmp_path / "step_000002", {"position": 7}, keep=2)
     expected = weights(unbroken)
     unbroken.close()
 
-    resumed = make_learner(path, config, resume=tmp_path / "step_000002")
+    resumed = make_learner(tiny_path, config, resume=tmp_path / "step_000002")
     assert resumed.steps_done == 2 and read_state(tmp_path / "step_000002") == {"position": 7}
     for _ in range(2):
-        again = resumed.update(rows)
+        again = resumed.update(tiny_rows)
     found = weights(resumed)
     resumed.close()
     assert again["train/lr"] == metrics["train/lr"] and again["train/loss"] == metrics["train/loss"]
@@ -82,49 +70,49 @@ def test_a_resumed_run_equals_the_unbroken_one_to_the_last_bit(
 
 
 def test_a_checkpoint_of_one_zero_stage_is_gone_on_from_in_another(
-    path: Path, rows: list[TrainRow], tmp_path: Path
+    tiny_path: Path, tiny_rows: list[TrainRow], tmp_path: Path
 ) -> None:
-    learner = make_learner(path, make_config(zero_stage=3))
-    learner.update(rows)
+    learner = make_learner(tiny_path, make_config(zero_stage=3))
+    learner.update(tiny_rows)
     learner.save(tmp_path / "step_000001", {}, keep=1)
-    learner.update(rows)
+    learner.update(tiny_rows)
     expected = weights(learner)
     learner.close()
-    other = make_learner(path, make_config(zero_stage=0), resume=tmp_path / "step_000001")
-    other.update(rows)
+    other = make_learner(tiny_path, make_config(zero_stage=0), resume=tmp_path / "step_000001")
+    other.update(tiny_rows)
     assert largest_difference(weights(other), expected) < 1e-4
     other.close()
 
 
 def test_a_checkpoint_before_the_first_step_can_be_gone_on_from(
-    path: Path, rows: list[TrainRow], tmp_path: Path
+    tiny_path: Path, tiny_rows: list[TrainRow], tmp_path: Path
 ) -> None:
-    learner = make_learner(path, make_config())
+    learner = make_learner(tiny_path, make_config())
     learner.save(tmp_path / "step_000000", {}, keep=1)
-    learner.update(rows)
+    learner.update(tiny_rows)
     expected = weights(learner)
     learner.close()
-    resumed = make_learner(path, make_config(), resume=tmp_path / "step_000000")
-    resumed.update(rows)
+    resumed = make_learner(tiny_path, make_config(), resume=tmp_path / "step_000000")
+    resumed.update(tiny_rows)
     assert largest_difference(weights(resumed), expected) == 0
     resumed.close()
 
 
-def test_another_learning_rate_schedule_is_refused(path: Path, rows: list[TrainRow], tmp_path: Path) -> None:
-    learner = make_learner(path, make_config(schedule="cosine"), steps=10)
-    learner.update(rows)
-    learner.update(rows)
+def test_another_learning_rate_schedule_is_refused(tiny_path: Path, tiny_rows: list[TrainRow], tmp_path: Path) -> None:
+    learner = make_learner(tiny_path, make_config(schedule="cosine"), steps=10)
+    learner.update(tiny_rows)
+    learner.update(tiny_rows)
     learner.save(tmp_path / "step_000002", {}, keep=1)
     learner.close()
     with pytest.raises(CheckpointError, match="another learning rate"):
-        make_learner(path, make_config(schedule="cosine"), steps=20, resume=tmp_path / "step_000002")
+        make_learner(tiny_path, make_config(schedule="cosine"), steps=20, resume=tmp_path / "step_000002")
 
 
-def test_the_model_loads_in_transformers_as_it_is(path: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+def test_the_model_loads_in_transformers_as_it_is(tiny_path: Path, tiny_rows: list[TrainRow], tmp_path: Path) -> None:
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-    learner = make_learner(path, make_config())
-    learner.update(rows)
+    learner = make_learner(tiny_path, make_config())
+    learner.update(tiny_rows)
     learner.save(tmp_path / "step_000001", {}, keep=1)
     expected = weights(learner)
     learner.close()
@@ -135,20 +123,20 @@ def test_the_model_loads_in_transformers_as_it_is(path: Path, rows: list[TrainRo
     assert all(np.array_equal(tensor.numpy(), expected[name]) for name, tensor in model.state_dict().items())
     assert model.dtype == torch.float32
     processor = AutoProcessor.from_pretrained(tmp_path / "step_000001" / "model")
-    assert processor.tokenizer.get_vocab() == Chat.from_pretrained(path).tokenizer.get_vocab()
+    assert processor.tokenizer.get_vocab() == Chat.from_pretrained(tiny_path).tokenizer.get_vocab()
 
 
 # ---- on the disk ---------------------------------------------------------------------------------------------------
 
 
 def test_large_checkpoints_are_cut_into_files_with_an_index(
-    monkeypatch: pytest.MonkeyPatch, path: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tiny_path: Path, tmp_path: Path
 ) -> None:
     from transformers import Qwen3VLForConditionalGeneration
 
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 50_000)
-    original = dict(read_tensors(path))
-    checkpoint.write_model(original.items(), path, tmp_path / "model")
+    original = dict(read_tensors(tiny_path))
+    checkpoint.write_model(original.items(), tiny_path, tmp_path / "model")
     files = sorted((tmp_path / "model").glob("*.safetensors"))
     assert len(files) > 2
     assert all(f.name.endswith(f"of-{len(files):05d}.safetensors") for f in files)
@@ -254,16 +242,16 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["step_000003"]
 
 
-def test_a_model_is_replaced_in_place_beside_other_files(path: Path, tmp_path: Path) -> None:
+def test_a_model_is_replaced_in_place_beside_other_files(tiny_path: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}")
     (tmp_path / "model-00001-of-00002.safetensors").write_text("old")
 
     def write(out: Path) -> None:
-        checkpoint.write_model(read_tensors(path), path, out)
+        checkpoint.write_model(read_tensors(tiny_path), tiny_path, out)
 
     replace_model(tmp_path, write)
     assert not (tmp_path / "model-00001-of-00002.safetensors").exists()
-    assert len(dict(read_tensors(tmp_path))) == len(dict(read_tensors(path)))
+    assert len(dict(read_tensors(tmp_path))) == len(dict(read_tensors(tiny_path)))
     assert (tmp_path / "tokenizer.json").is_file() and (tmp_path / "metrics.jsonl").is_file()
     assert not (tmp_path / COMPLETE).exists()
 

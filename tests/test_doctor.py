@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -86,12 +87,16 @@ def test_the_8b_evaluation_fits_eight_gpus_and_its_prompt_fits_the_context(check
 def test_a_cluster_that_is_too_small_is_refused_with_demand_and_supply() -> None:
     settings = config(tools={"workers": 6}, cluster={"cpus": 7})
     with pytest.raises(
-        ResourcesError, match=r"asks for 9 CPUs .*6 x tool worker.* has 7 CPUs.* no machine has room for"
+        ResourcesError,
+        match=r"asks for 9 logical CPUs .*6 x tool worker.* has 7 logical CPUs.* no machine has room for",
     ) as refused:
         check_resources(settings)
     assert "cluster.cpus" in str(refused.value)
     settings.cluster.cpus = 9
-    assert "asks for 9 CPUs" in check_resources(settings)
+    told = check_resources(settings)
+    assert "asks for 9 logical CPUs" in told and f"not cores, of which this machine has {os.cpu_count()}." in told
+    settings.cluster.address = "auto"
+    assert check_resources(settings).endswith("not cores."), "another machine's are not known"
 
 
 def trains(path: Path) -> bool:
@@ -109,13 +114,13 @@ def test_every_recipe_fits_the_cluster_that_it_starts(path: Path, monkeypatch: p
 def test_a_cluster_that_the_run_starts_has_what_its_actors_ask_for(tmp_path: Path) -> None:
     settings = config(tools={"workers": 30}, cluster={"object_store_gb": 0.1})
     with connected(settings, tmp_path):
-        assert check_resources(settings).startswith("The run asks for 33 CPUs")
+        assert check_resources(settings).startswith("The run asks for 33 logical CPUs")
 
 
 def test_a_running_cluster_is_asked_what_is_free() -> None:
     import ray
 
-    settings = config(tools={"workers": 1})  # 4 CPUs in all
+    settings = config(tools={"workers": 1})  # 4 logical CPUs in all
     ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False, object_store_memory=80 << 20)
     try:
         check_resources(settings)
@@ -127,7 +132,7 @@ def test_a_running_cluster_is_asked_what_is_free() -> None:
 
         other = Other.remote()
         ray.get(other.ready.remote(), timeout=60)
-        with pytest.raises(ResourcesError, match="has 3 CPUs"):
+        with pytest.raises(ResourcesError, match="has 3 logical CPUs"):
             check_resources(settings)
         settings.tools.workers, settings.rollout.generators = 3, 4
         with pytest.raises(ResourcesError, match=r"no machine has room for 1 x generator, 3 x tool worker"):

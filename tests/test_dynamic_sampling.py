@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from test_fleet import Fake, Script, make_config, make_push, make_specs, running, wait_for
-from tiny import make_tiny_checkpoint
 
 from paravt_ray.config import Config
 from paravt_ray.data.reader import SampleStream
@@ -122,11 +121,6 @@ class Loop:
         return [len(batch) for batch in self.learner.batches]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
 def loop_config(folder: Path, rounds: int, staleness: int = 0) -> Config:
     config = make_config(generators=2, concurrency=SIZE)
     config.rollout.prompts_per_step, config.rollout.group_size = PROMPTS, SIZE
@@ -160,9 +154,9 @@ def looping(config: Config, model: Path, kinds: str, resume: dict[str, Any] | No
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-def test_groups_without_signal_are_replaced_until_the_step_is_full(tmp_path: Path, model: Path) -> None:
+def test_groups_without_signal_are_replaced_until_the_step_is_full(tmp_path: Path, tiny_path: Path) -> None:
     """Of 3 prompts one has signal, of 2 further ones one, then one more: 3 are trained, and all 6 are told of."""
-    with looping(loop_config(tmp_path, rounds=5), model, "rmrrmm") as loop:
+    with looping(loop_config(tmp_path, rounds=5), tiny_path, "rmrrmm") as loop:
         loop.do(1)
         assert loop.consumed(1) == {f"1/{number}": number for number in range(6)}
         assert loop.trained() == [3 * SIZE]
@@ -173,47 +167,47 @@ def test_groups_without_signal_are_replaced_until_the_step_is_full(tmp_path: Pat
         assert metrics["reward/accuracy"] == pytest.approx((3 * 0.5 + 3 * 1.0) / 6), "not of those with signal alone"
 
 
-def test_when_the_rounds_are_used_up_what_there_is_is_trained(tmp_path: Path, model: Path) -> None:
-    with looping(loop_config(tmp_path, rounds=2), model, "mr") as loop:
+def test_when_the_rounds_are_used_up_what_there_is_is_trained(tmp_path: Path, tiny_path: Path) -> None:
+    with looping(loop_config(tmp_path, rounds=2), tiny_path, "mr") as loop:
         loop.do(1)
         assert loop.trained() == [1 * SIZE]
         assert loop.metrics(1)["rollout/resampled"] == 2 + 2
         assert loop.learner.states[1]["stream"]["position"] == PROMPTS + 4
 
 
-def test_where_nothing_has_signal_the_step_moves_nothing_and_the_run_goes_on(tmp_path: Path, model: Path) -> None:
-    with looping(loop_config(tmp_path, rounds=2), model, "r") as loop:
+def test_where_nothing_has_signal_the_step_moves_nothing_and_the_run_goes_on(tmp_path: Path, tiny_path: Path) -> None:
+    with looping(loop_config(tmp_path, rounds=2), tiny_path, "r") as loop:
         loop.do(1)
         assert loop.trained() == [PROMPTS * SIZE]
         assert not any(row.advantages.any() for row in loop.learner.batches[0])
 
 
-def test_groups_that_lost_too_many_are_replaced_too(tmp_path: Path, model: Path) -> None:
-    with looping(loop_config(tmp_path, rounds=1), model, "lgmm") as loop:
+def test_groups_that_lost_too_many_are_replaced_too(tmp_path: Path, tiny_path: Path) -> None:
+    with looping(loop_config(tmp_path, rounds=1), tiny_path, "lgmm") as loop:
         loop.do(1)
         assert loop.trained() == [3 * SIZE]
         assert loop.metrics(1)["rollout/failed"] == 3 + 4
         assert [record["failed"] for record in loop.records(1) if "failed" in record] == ["engine: no answer"] * 7
 
 
-def test_a_step_without_one_complete_group_is_an_error(tmp_path: Path, model: Path) -> None:
+def test_a_step_without_one_complete_group_is_an_error(tmp_path: Path, tiny_path: Path) -> None:
     with (
-        looping(loop_config(tmp_path, rounds=2), model, "g") as loop,
+        looping(loop_config(tmp_path, rounds=2), tiny_path, "g") as loop,
         pytest.raises(TrainingError, match="engine: no answer"),
     ):
         loop.do(1)
 
 
-def test_off_nothing_is_replaced(tmp_path: Path, model: Path) -> None:
-    with looping(loop_config(tmp_path, rounds=0), model, "mrrr") as loop:
+def test_off_nothing_is_replaced(tmp_path: Path, tiny_path: Path) -> None:
+    with looping(loop_config(tmp_path, rounds=0), tiny_path, "mrrr") as loop:
         loop.do(1)
         assert loop.trained() == [PROMPTS * SIZE]
         assert "rollout/resampled" not in loop.metrics(1)
         assert loop.learner.states[1]["stream"]["position"] == PROMPTS
 
 
-def test_a_full_step_asks_nothing_further(tmp_path: Path, model: Path) -> None:
-    with looping(loop_config(tmp_path, rounds=3), model, "m") as loop:
+def test_a_full_step_asks_nothing_further(tmp_path: Path, tiny_path: Path) -> None:
+    with looping(loop_config(tmp_path, rounds=3), tiny_path, "m") as loop:
         loop.do(1, 2)
         assert loop.metrics(2)["rollout/resampled"] == 0
         assert loop.learner.states[2]["stream"]["position"] == 2 * PROMPTS
@@ -224,19 +218,19 @@ def test_a_full_step_asks_nothing_further(tmp_path: Path, model: Path) -> None:
 
 @pytest.mark.parametrize(("staleness", "stage"), [(0, "time/rollout"), (1, "time/step")])
 def test_tokens_per_second_are_over_the_time_in_which_generators_work(
-    tmp_path: Path, model: Path, staleness: int, stage: str
+    tmp_path: Path, tiny_path: Path, staleness: int, stage: str
 ) -> None:
     """With staleness, a driver that finds its groups ready waits for nothing, and would divide by nothing."""
-    with looping(loop_config(tmp_path, rounds=0, staleness=staleness), model, "m") as loop:
+    with looping(loop_config(tmp_path, rounds=0, staleness=staleness), tiny_path, "m") as loop:
         loop.do(1)
         metrics = loop.metrics(1)
         assert metrics["rollout/tokens_per_s"] == pytest.approx(metrics["rollout/new_tokens"] / metrics[stage])
         assert metrics["time/step"] > 1.001 * metrics["time/rollout"], "the two can be told apart"
 
 
-def test_further_prompts_are_answered_by_the_current_policy(tmp_path: Path, model: Path) -> None:
+def test_further_prompts_are_answered_by_the_current_policy(tmp_path: Path, tiny_path: Path) -> None:
     """Prompts asked ahead may be older than the learner, those in place of groups without signal are not."""
-    with looping(loop_config(tmp_path, rounds=3, staleness=2), model, "mmmmmmmrrrrm") as loop:
+    with looping(loop_config(tmp_path, rounds=3, staleness=2), tiny_path, "mmmmmmmrrrrm") as loop:
         loop.do(1, 2, 3)
         further = [record for record in loop.records(3) if int(record["group"].split("/")[1]) >= PROMPTS]
         assert further
@@ -245,10 +239,10 @@ def test_further_prompts_are_answered_by_the_current_policy(tmp_path: Path, mode
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_a_resumed_run_repeats_nothing_and_skips_nothing(tmp_path: Path, model: Path, staleness: int) -> None:
+def test_a_resumed_run_repeats_nothing_and_skips_nothing(tmp_path: Path, tiny_path: Path, staleness: int) -> None:
     """From the checkpoint of every step, the rest of the run asks what the unbroken run asked, step by step."""
     kinds = "rmrrmmmrrmrmrrm"
-    with looping(loop_config(tmp_path / "whole", 3, staleness), model, kinds) as whole:
+    with looping(loop_config(tmp_path / "whole", 3, staleness), tiny_path, kinds) as whole:
         whole.do(1, 2, 3, 4, 5)
         asked = {step: whole.consumed(step) for step in range(1, 6)}
         assert whole.metrics(1)["rollout/resampled"] > 0
@@ -256,20 +250,20 @@ def test_a_resumed_run_repeats_nothing_and_skips_nothing(tmp_path: Path, model: 
     assert places == list(range(len(places))), "each once, without a gap"
     for last in range(1, 5):
         config = loop_config(tmp_path / f"from_{last}", 3, staleness)
-        with looping(config, model, kinds, copy.deepcopy(whole.learner.states[last])) as rest:
+        with looping(config, tiny_path, kinds, copy.deepcopy(whole.learner.states[last])) as rest:
             rest.do(*range(last + 1, 6))
             assert {step: rest.consumed(step) for step in range(last + 1, 6)} == {
                 step: asked[step] for step in range(last + 1, 6)
             }
 
 
-def test_a_run_resumed_with_another_staleness_skips_nothing_either(tmp_path: Path, model: Path) -> None:
-    with looping(loop_config(tmp_path / "ahead", 3, 2), model, "rmrrmmm") as ahead:
+def test_a_run_resumed_with_another_staleness_skips_nothing_either(tmp_path: Path, tiny_path: Path) -> None:
+    with looping(loop_config(tmp_path / "ahead", 3, 2), tiny_path, "rmrrmmm") as ahead:
         ahead.do(1)
         done = set(ahead.consumed(1).values())
         assert max(done) >= 3 * PROMPTS, "further prompts come from behind those that are asked ahead"
     config = loop_config(tmp_path / "synchronous", 0)
-    with looping(config, model, "m", ahead.learner.states[1]) as rest:
+    with looping(config, tiny_path, "m", ahead.learner.states[1]) as rest:
         rest.do(2, 3, 4, 5)
         later = {place for step in range(2, 6) for place in rest.consumed(step).values()}
     assert done | later == set(range(len(done) + 4 * PROMPTS)) and not done & later

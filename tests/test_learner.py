@@ -11,8 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learning import largest_difference, make_config, make_frame, make_learner, make_row, make_rows, weights
-from tiny import make_tiny_checkpoint
+from learning import largest_difference, make_config, make_frame, make_learner, make_row, weights
 
 from paravt_ray.chat import Chat
 from paravt_ray.config import Config, ConfigError, check_config
@@ -21,28 +20,12 @@ from paravt_ray.learner.batching import Collator, plan, split_by_group
 from paravt_ray.learner.learner import Learner, LearnerError
 from paravt_ray.learner.schedule import LrSchedule
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is so small that more of them only wait for each other
-    yield make_tiny_checkpoint(tmp_path_factory.mktemp("learner") / "tiny")
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def chat(path: Path) -> Chat:
-    return Chat.from_pretrained(path)
-
-
-@pytest.fixture(scope="module")
-def rows(chat: Chat) -> list[TrainRow]:
-    return make_rows(chat)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def learner(path: Path) -> Iterator[Learner]:
-    learner = make_learner(path, make_config())
+def learner(tiny_path: Path) -> Iterator[Learner]:
+    learner = make_learner(tiny_path, make_config())
     yield learner
     learner.close()
 
@@ -94,27 +77,29 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(path: Path) -> Reference:
-    return Reference(path)
+def reference(tiny_path: Path) -> Reference:
+    return Reference(tiny_path)
 
 
 @pytest.mark.parametrize("budget", [32768, 700, 1])
 def test_logprobs_are_those_of_transformers(
-    path: Path, rows: list[TrainRow], reference: Reference, budget: int
+    tiny_path: Path, tiny_rows: list[TrainRow], reference: Reference, budget: int
 ) -> None:
     config = make_config(micro_batch_tokens=budget, logprob_chunk_tokens=7)
     config.rollout.temperature = 0.7
-    learner = make_learner(path, config)
-    found = learner.logprobs(rows)
+    learner = make_learner(tiny_path, config)
+    found = learner.logprobs(tiny_rows)
     learner.close()
-    for index, row in enumerate(rows):
+    for index, row in enumerate(tiny_rows):
         np.testing.assert_allclose(found[index], reference.logprobs(row, 0.7), atol=2e-5)
 
 
-def test_positions_and_pixels_are_those_of_transformers(path: Path, rows: list[TrainRow], reference: Reference) -> None:
-    collator = Collator(path)
-    for index, row in enumerate(rows):
-        batch = collator.collate(rows, [index])
+def test_positions_and_pixels_are_those_of_transformers(
+    tiny_path: Path, tiny_rows: list[TrainRow], reference: Reference
+) -> None:
+    collator = Collator(tiny_path)
+    for index, row in enumerate(tiny_rows):
+        batch = collator.collate(tiny_rows, [index])
         np.testing.assert_array_equal(batch.position_ids, reference.positions(row))
         if row.frames:
             pixels = reference.pixels(row.frames)
@@ -126,21 +111,21 @@ TIMES = [0.25, 1.0, 7.5, 31.96, 40.04]
 
 
 @pytest.fixture(scope="module")
-def video_row(path: Path) -> TrainRow:
+def video_row(tiny_path: Path) -> TrainRow:
     """A row with a video of an odd number of frames at irregular times."""
     noise = [make_frame(number, 64, 96) for number in range(len(TIMES))]
     frames = [Frame(frame.pixels, time, frame.key) for frame, time in zip(noise, TIMES, strict=True)]
-    return make_row(Chat.from_pretrained(path, "video"), frames, "<think>\nred</think><answer>A</answer>")
+    return make_row(Chat.from_pretrained(tiny_path, "video"), frames, "<think>\nred</think><answer>A</answer>")
 
 
 def test_a_video_in_groups_is_the_whole_video_of_transformers(
-    path: Path, rows: list[TrainRow], video_row: TrainRow, reference: Reference
+    tiny_path: Path, tiny_rows: list[TrainRow], video_row: TrainRow, reference: Reference
 ) -> None:
     """Ids, pixels, positions and log-probs, alone and packed with rows that show images."""
     from transformers import AutoProcessor
 
     pixels = np.stack([frame.pixels for frame in video_row.frames[: len(TIMES)]])
-    seen = AutoProcessor.from_pretrained(path)(
+    seen = AutoProcessor.from_pretrained(tiny_path)(
         text=["<|video_pad|>"],
         videos=[pixels],
         video_metadata=[{"fps": 1.0, "frames_indices": list(TIMES), "total_num_frames": len(TIMES)}],
@@ -154,7 +139,7 @@ def test_a_video_in_groups_is_the_whole_video_of_transformers(
         seen["input_ids"][0].tolist()
         in np.lib.stride_tricks.sliding_window_view(video_row.token_ids, seen["input_ids"].shape[1]).tolist()
     )
-    collator = Collator(path)
+    collator = Collator(tiny_path)
     collator.check(video_row)
     batch = collator.collate([video_row], [0])
     assert torch.equal(batch.pixel_values, seen["pixel_values_videos"])
@@ -171,67 +156,67 @@ def test_a_video_in_groups_is_the_whole_video_of_transformers(
     log_p = torch.log_softmax(logits[:-1] / 0.7, -1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
     config = make_config()
     config.rollout.temperature = 0.7
-    learner = make_learner(path, config)
-    alone, packed = learner.logprobs([video_row])[0], learner.logprobs([*rows, video_row])
+    learner = make_learner(tiny_path, config)
+    alone, packed = learner.logprobs([video_row])[0], learner.logprobs([*tiny_rows, video_row])
     learner.close()
     where = np.flatnonzero(video_row.generated)
     np.testing.assert_allclose(alone[where], log_p[where - 1], atol=1e-5)
-    np.testing.assert_allclose(packed[len(rows)], alone, atol=1e-5)
-    np.testing.assert_allclose(packed[1], reference.logprobs(rows[1], 0.7), atol=2e-5)
+    np.testing.assert_allclose(packed[len(tiny_rows)], alone, atol=1e-5)
+    np.testing.assert_allclose(packed[1], reference.logprobs(tiny_rows[1], 0.7), atol=2e-5)
 
 
 @pytest.mark.parametrize("fault", ["frame missing", "two sizes", "two kinds", "frame too many"])
-def test_videos_that_do_not_line_up_are_refused(path: Path, video_row: TrainRow, fault: str) -> None:
+def test_videos_that_do_not_line_up_are_refused(tiny_path: Path, video_row: TrainRow, fault: str) -> None:
     row = TrainRow(**{**vars(video_row), "token_ids": video_row.token_ids.copy(), "frames": [*video_row.frames]})
-    pads = np.flatnonzero(row.token_ids == Chat.from_pretrained(path).video_pad)
+    pads = np.flatnonzero(row.token_ids == Chat.from_pretrained(tiny_path).video_pad)
     if fault == "frame missing":
         row.frames.pop()
     elif fault == "two sizes":
         row.frames[1] = make_frame(1, 96, 64)
     elif fault == "two kinds":
-        row.token_ids[pads[1]] = Chat.from_pretrained(path).image_pad
+        row.token_ids[pads[1]] = Chat.from_pretrained(tiny_path).image_pad
     else:
         row.frames.append(row.frames[-1])
     with pytest.raises(InvalidTrajectoryError, match="18 pads do not stand where"):
-        Collator(path).check(row)
+        Collator(tiny_path).check(row)
 
 
-def test_a_frame_below_the_processors_smallest_size_is_not_enlarged(path: Path, chat: Chat) -> None:
-    processor = Collator(path)._processor
+def test_a_frame_below_the_processors_smallest_size_is_not_enlarged(tiny_path: Path, tiny_chat: Chat) -> None:
+    processor = Collator(tiny_path)._processor
     processor.size = {"shortest_edge": 64 * 64, "longest_edge": 1 << 20}
-    collator = Collator(path)
+    collator = Collator(tiny_path)
     collator._processor = processor
-    batch = collator.collate([make_row(chat, [make_frame(0)], "A")], [0])
+    batch = collator.collate([make_row(tiny_chat, [make_frame(0)], "A")], [0])
     assert batch.frame_grid.tolist() == [[1, 2, 2]]
 
 
-def test_shared_frames_are_encoded_once_and_get_the_same_gradient(path: Path, rows: list[TrainRow]) -> None:
-    collator = Collator(path)
+def test_shared_frames_are_encoded_once_and_get_the_same_gradient(tiny_path: Path, tiny_rows: list[TrainRow]) -> None:
+    collator = Collator(tiny_path)
     copies = [
         TrainRow(**{**vars(row), "frames": [Frame(f.pixels, f.time_s, f"{i}/{j}") for j, f in enumerate(row.frames)]})
-        for i, row in enumerate(rows)
+        for i, row in enumerate(tiny_rows)
     ]
-    indices = range(len(rows))
-    assert len(collator.collate(rows, indices).frame_grid) == len({f for row in rows for f in row.frames})
-    assert len(collator.collate(copies, indices).frame_grid) == sum(len(row.frames) for row in rows)
-    one, other = updated(path, make_config(), rows), updated(path, make_config(), copies)
+    indices = range(len(tiny_rows))
+    assert len(collator.collate(tiny_rows, indices).frame_grid) == len({f for row in tiny_rows for f in row.frames})
+    assert len(collator.collate(copies, indices).frame_grid) == sum(len(row.frames) for row in tiny_rows)
+    one, other = updated(tiny_path, make_config(), tiny_rows), updated(tiny_path, make_config(), copies)
     assert largest_difference(one, other) < 1e-4
 
 
-def test_every_tensor_of_the_checkpoint_has_its_name(path: Path, learner: Learner) -> None:
+def test_every_tensor_of_the_checkpoint_has_its_name(tiny_path: Path, learner: Learner) -> None:
     from safetensors import safe_open
 
-    with safe_open(path / "model.safetensors", "pt") as stored:
+    with safe_open(tiny_path / "model.safetensors", "pt") as stored:
         assert {name: list(t.shape) for name, t in learner.named_tensors()} == {
             name: stored.get_slice(name).get_shape()
             for name in stored.keys()  # noqa: SIM118
         }
 
 
-def test_bfloat16_keeps_the_rotary_frequencies_in_float32(path: Path) -> None:
+def test_bfloat16_keeps_the_rotary_frequencies_in_float32(tiny_path: Path) -> None:
     config = make_config(zero_stage=2)
     config.model.dtype = "bfloat16"
-    learner = make_learner(path, config)
+    learner = make_learner(tiny_path, config)
     buffers = {name: b.dtype for name, b in learner._engine._model.named_buffers() if "inv_freq" in name}
     learner.close()
     assert buffers and set(buffers.values()) == {torch.float32}
@@ -244,19 +229,19 @@ def test_bfloat16_keeps_the_rotary_frequencies_in_float32(path: Path) -> None:
     ("loss", "aggregation"), [("ppo", "token_mean"), ("gspo", "sequence_mean"), ("cispo", "dr_grpo")]
 )
 def test_the_gradient_does_not_depend_on_micro_batches(
-    path: Path, rows: list[TrainRow], loss: str, aggregation: str
+    tiny_path: Path, tiny_rows: list[TrainRow], loss: str, aggregation: str
 ) -> None:
     results = []
     for budget in (32768, 1):
         config = make_config(micro_batch_tokens=budget)
         config.algorithm.loss, config.algorithm.aggregation = loss, aggregation
-        results.append(updated(path, config, rows, times=1))
+        results.append(updated(tiny_path, config, tiny_rows, times=1))
     # Adam's first step is lr * sign(gradient) and magnifies rounding where a gradient is almost 0.
     assert largest_difference(*results) < 1e-4
 
 
-def test_the_same_rows_give_the_same_weights_to_the_last_bit(path: Path, rows: list[TrainRow]) -> None:
-    one, other = updated(path, make_config(), rows), updated(path, make_config(), rows)
+def test_the_same_rows_give_the_same_weights_to_the_last_bit(tiny_path: Path, tiny_rows: list[TrainRow]) -> None:
+    one, other = updated(tiny_path, make_config(), tiny_rows), updated(tiny_path, make_config(), tiny_rows)
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
@@ -272,19 +257,21 @@ def test_the_same_rows_give_the_same_weights_to_the_last_bit(path: Path, rows: l
     ],
     ids=str,
 )
-def test_how_memory_is_saved_changes_rounding_only(path: Path, rows: list[TrainRow], settings: dict[str, Any]) -> None:
+def test_how_memory_is_saved_changes_rounding_only(
+    tiny_path: Path, tiny_rows: list[TrainRow], settings: dict[str, Any]
+) -> None:
     schedule: dict[str, Any] = {"schedule": "cosine", "warmup_steps": 2}  # the rate must reach every optimizer
-    plain = updated(path, make_config(**schedule), rows)
-    assert largest_difference(plain, updated(path, make_config(**schedule, **settings), rows)) < 1e-4
+    plain = updated(tiny_path, make_config(**schedule), tiny_rows)
+    assert largest_difference(plain, updated(tiny_path, make_config(**schedule, **settings), tiny_rows)) < 1e-4
 
 
-def test_bfloat16_adds_up_many_small_gradients_in_float32(path: Path, chat: Chat) -> None:
-    row = make_row(chat, [], "A")
+def test_bfloat16_adds_up_many_small_gradients_in_float32(tiny_path: Path, tiny_chat: Chat) -> None:
+    row = make_row(tiny_chat, [], "A")
     norms = []
     for copies in (1, 300):  # in bfloat16, 1/300 more or less is lost in the sum
         config = make_config(zero_stage=2, micro_batch_tokens=1)
         config.model.dtype = "bfloat16"
-        learner = make_learner(path, config)
+        learner = make_learner(tiny_path, config)
         norms.append(learner.update([row] * copies)["train/grad_norm"])
         learner.close()
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
@@ -300,10 +287,10 @@ def on_policy(learner: Learner, rows: list[TrainRow]) -> list[TrainRow]:
 
 
 def test_on_policy_rows_have_no_gap_no_clipping_and_the_hand_computed_loss(
-    learner: Learner, rows: list[TrainRow]
+    learner: Learner, tiny_rows: list[TrainRow]
 ) -> None:
-    metrics = learner.update(on_policy(learner, rows))
-    advantages = np.concatenate([row.advantages[row.generated] for row in rows])
+    metrics = learner.update(on_policy(learner, tiny_rows))
+    advantages = np.concatenate([row.advantages[row.generated] for row in tiny_rows])
     assert metrics["train/logp_gap"] < 1e-6
     assert metrics["train/clip_fraction"] == 0
     assert metrics["train/behaviour_weight"] == pytest.approx(1, abs=1e-5)
@@ -312,15 +299,17 @@ def test_on_policy_rows_have_no_gap_no_clipping_and_the_hand_computed_loss(
     assert metrics["train/lr"] == 1e-2
 
 
-def test_the_gap_is_the_mean_absolute_difference_to_the_generator(learner: Learner, rows: list[TrainRow]) -> None:
-    found = learner.logprobs(rows)
-    gaps = [np.abs(found[i] - row.behaviour_logprobs)[row.generated] for i, row in enumerate(rows)]
-    assert learner.update(rows)["train/logp_gap"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-5)
+def test_the_gap_is_the_mean_absolute_difference_to_the_generator(learner: Learner, tiny_rows: list[TrainRow]) -> None:
+    found = learner.logprobs(tiny_rows)
+    gaps = [np.abs(found[i] - row.behaviour_logprobs)[row.generated] for i, row in enumerate(tiny_rows)]
+    assert learner.update(tiny_rows)["train/logp_gap"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-5)
 
 
-def test_several_updates_compare_with_the_policy_before_the_first_of_them(path: Path, rows: list[TrainRow]) -> None:
-    learner = make_learner(path, make_config(updates_per_step=3))
-    metrics = learner.update(on_policy(learner, rows))
+def test_several_updates_compare_with_the_policy_before_the_first_of_them(
+    tiny_path: Path, tiny_rows: list[TrainRow]
+) -> None:
+    learner = make_learner(tiny_path, make_config(updates_per_step=3))
+    metrics = learner.update(on_policy(learner, tiny_rows))
     learner.close()
     assert learner.steps_done == 3
     # Asked after the first step, with this learning rate, the policy is another one.
@@ -328,23 +317,23 @@ def test_several_updates_compare_with_the_policy_before_the_first_of_them(path: 
     assert metrics["train/clip_fraction"] > 0
 
 
-def test_an_update_raises_what_had_a_positive_advantage(learner: Learner, rows: list[TrainRow]) -> None:
-    before = learner.logprobs(rows)
-    learner.update(on_policy(learner, rows))
-    after = learner.logprobs(rows)
-    change = [((after[i] - before[i]) * row.advantages).sum() for i, row in enumerate(rows)]
+def test_an_update_raises_what_had_a_positive_advantage(learner: Learner, tiny_rows: list[TrainRow]) -> None:
+    before = learner.logprobs(tiny_rows)
+    learner.update(on_policy(learner, tiny_rows))
+    after = learner.logprobs(tiny_rows)
+    change = [((after[i] - before[i]) * row.advantages).sum() for i, row in enumerate(tiny_rows)]
     assert sum(change) > 0
 
 
 @pytest.mark.parametrize("pad", ["image_pad", "video_pad"])
 def test_a_row_in_which_the_policy_sampled_a_pad_is_dropped_alone(
-    path: Path, chat: Chat, rows: list[TrainRow], pad: str
+    tiny_path: Path, tiny_chat: Chat, tiny_rows: list[TrainRow], pad: str
 ) -> None:
-    without = updated(path, make_config(), rows, times=1)
-    learner = make_learner(path, make_config())
-    bad = TrainRow(**{**vars(rows[0]), "token_ids": rows[0].token_ids.copy()})
-    bad.token_ids[-2] = getattr(chat, pad)
-    metrics = learner.update([*rows, bad])
+    without = updated(tiny_path, make_config(), tiny_rows, times=1)
+    learner = make_learner(tiny_path, make_config())
+    bad = TrainRow(**{**vars(tiny_rows[0]), "token_ids": tiny_rows[0].token_ids.copy()})
+    bad.token_ids[-2] = getattr(tiny_chat, pad)
+    metrics = learner.update([*tiny_rows, bad])
     assert metrics["train/rows_dropped"] == 1
     assert largest_difference(weights(learner), without) == 0
     with pytest.raises(LearnerError, match="None of the 1 rows"):
@@ -353,8 +342,8 @@ def test_a_row_in_which_the_policy_sampled_a_pad_is_dropped_alone(
 
 
 @pytest.mark.parametrize("fault", ["shorter", "no frame", "odd size", "generated first", "no number"])
-def test_rows_that_do_not_line_up_are_refused(path: Path, rows: list[TrainRow], fault: str) -> None:
-    row = TrainRow(**vars(rows[0]))
+def test_rows_that_do_not_line_up_are_refused(tiny_path: Path, tiny_rows: list[TrainRow], fault: str) -> None:
+    row = TrainRow(**vars(tiny_rows[0]))
     if fault == "shorter":
         row.advantages = row.advantages[1:]
     elif fault == "no frame":
@@ -366,14 +355,14 @@ def test_rows_that_do_not_line_up_are_refused(path: Path, rows: list[TrainRow], 
     else:
         row.generated = np.ones_like(row.generated)
     with pytest.raises(InvalidTrajectoryError):
-        Collator(path).check(row)
+        Collator(tiny_path).check(row)
 
 
 def test_rows_without_any_trained_token_change_nothing_and_have_finite_metrics(
-    path: Path, rows: list[TrainRow]
+    tiny_path: Path, tiny_rows: list[TrainRow]
 ) -> None:
-    silent = [TrainRow(**{**vars(row), "generated": np.zeros_like(row.generated)}) for row in rows]
-    learner = make_learner(path, make_config(weight_decay=0.0))
+    silent = [TrainRow(**{**vars(row), "generated": np.zeros_like(row.generated)}) for row in tiny_rows]
+    learner = make_learner(tiny_path, make_config(weight_decay=0.0))
     before = weights(learner)
     metrics = learner.update(silent)
     assert all(np.isfinite(value) for value in metrics.values())
@@ -382,10 +371,10 @@ def test_rows_without_any_trained_token_change_nothing_and_have_finite_metrics(
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_touched(
-    learner: Learner, rows: list[TrainRow]
+    learner: Learner, tiny_rows: list[TrainRow]
 ) -> None:
     before = weights(learner)
-    poisoned = TrainRow(**{**vars(rows[0]), "advantages": np.full_like(rows[0].advantages, np.inf)})
+    poisoned = TrainRow(**{**vars(tiny_rows[0]), "advantages": np.full_like(tiny_rows[0].advantages, np.inf)})
     with pytest.raises(LearnerError, match="optimizer step 0"):
         learner.update([poisoned])
     assert largest_difference(before, weights(learner)) == 0
@@ -393,24 +382,26 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_touched(
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_reference_policy_stays_and_its_divergence_is_measured(
-    path: Path, rows: list[TrainRow], stage: int
+    tiny_path: Path, tiny_rows: list[TrainRow], stage: int
 ) -> None:
     config = make_config(zero_stage=stage)
     config.algorithm.kl_coefficient, config.algorithm.kl_placement = 0.1, "loss"
     config.algorithm.kl_estimator = "k3"
-    learner = make_learner(path, config, reference_path=path)
-    first = learner.reference_logprobs(rows)
-    kls = [learner.update(on_policy(learner, rows))["train/kl"] for _ in range(3)]
-    again = learner.reference_logprobs(rows)
+    learner = make_learner(tiny_path, config, reference_path=tiny_path)
+    first = learner.reference_logprobs(tiny_rows)
+    kls = [learner.update(on_policy(learner, tiny_rows))["train/kl"] for _ in range(3)]
+    again = learner.reference_logprobs(tiny_rows)
     learner.close()
     assert kls[0] == pytest.approx(0, abs=1e-6) and kls[2] > 1e-3
     assert all(np.array_equal(first[i], again[i]) for i in first)
 
 
-def test_supervised_steps_lower_the_mean_cross_entropy_that_they_report(learner: Learner, rows: list[TrainRow]) -> None:
-    total, tokens = learner.cross_entropy(rows)
-    assert tokens == sum(row.generated.sum() for row in rows)
-    losses = [learner.fit(rows)["train/loss"] for _ in range(3)]
+def test_supervised_steps_lower_the_mean_cross_entropy_that_they_report(
+    learner: Learner, tiny_rows: list[TrainRow]
+) -> None:
+    total, tokens = learner.cross_entropy(tiny_rows)
+    assert tokens == sum(row.generated.sum() for row in tiny_rows)
+    losses = [learner.fit(tiny_rows)["train/loss"] for _ in range(3)]
     assert losses[0] == pytest.approx(total / tokens, rel=1e-5)
     assert losses[2] < losses[1] < losses[0]
 

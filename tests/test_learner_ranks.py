@@ -13,8 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
-from learning import largest_difference, make_config, make_frame, make_learner, make_row, make_rows, weights
-from tiny import make_tiny_checkpoint
+from learning import largest_difference, make_config, make_frame, make_learner, make_row, weights
 
 from paravt_ray import placement
 from paravt_ray.chat import Chat
@@ -25,30 +24,14 @@ from paravt_ray.learner.checkpoint import CheckpointWriteError, read_tensors
 from paravt_ray.learner.learner import LearnerError
 from paravt_ray.placement import PlacementError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20)
     yield
     ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is so small that more of them only wait for each other
-    yield make_tiny_checkpoint(tmp_path_factory.mktemp("ranks") / "tiny")
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def chat(path: Path) -> Chat:
-    return Chat.from_pretrained(path)
-
-
-@pytest.fixture(scope="module")
-def rows(chat: Chat) -> list[TrainRow]:
-    return make_rows(chat)
 
 
 def group_weights(group: LearnerGroup, out: Path) -> dict[str, np.ndarray]:
@@ -59,21 +42,24 @@ def group_weights(group: LearnerGroup, out: Path) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_ranks_learn_what_one_learns(
-    cluster: None, path: Path, chat: Chat, rows: list[TrainRow], tmp_path: Path, stage: int
+    cluster: None, tiny_path: Path, tiny_chat: Chat, tiny_rows: list[TrainRow], tmp_path: Path, stage: int
 ) -> None:
     config = make_config(zero_stage=stage, ranks=2, micro_batch_tokens=700)
     config.algorithm.kl_coefficient = 0.05
-    alone = make_learner(path, make_config())
-    with LearnerGroup(config, path) as group:
-        expected = alone.logprobs(rows)
-        for index, found in enumerate(group.logprobs(rows)):
+    alone = make_learner(tiny_path, make_config())
+    with LearnerGroup(config, tiny_path) as group:
+        expected = alone.logprobs(tiny_rows)
+        for index, found in enumerate(group.logprobs(tiny_rows)):
             np.testing.assert_allclose(found, expected[index], atol=1e-5)
-        group.add_reference_logprobs(rows)
-        assert all(np.allclose(row.reference_logprobs, expected[i], atol=1e-5) for i, row in enumerate(rows))
+        group.add_reference_logprobs(tiny_rows)
+        assert all(np.allclose(row.reference_logprobs, expected[i], atol=1e-5) for i, row in enumerate(tiny_rows))
 
         # One rank sees text alone while the other has frames; then one has nothing at all to do.
-        mixed = [make_row(chat, [], "<answer>C</answer> the video " * 20, 0), make_row(chat, [make_frame(1)], "A", 1)]
-        for batch in (rows, mixed, rows[:1]):
+        mixed = [
+            make_row(tiny_chat, [], "<answer>C</answer> the video " * 20, 0),
+            make_row(tiny_chat, [make_frame(1)], "A", 1),
+        ]
+        for batch in (tiny_rows, mixed, tiny_rows[:1]):
             together, one = group.update(batch), alone.update(batch)
             for key in ("loss", "entropy", "logp_gap", "grad_norm", "clip_fraction"):
                 assert together[f"train/{key}"] == pytest.approx(one[f"train/{key}"], rel=1e-3, abs=1e-6), key
@@ -83,18 +69,18 @@ def test_two_ranks_learn_what_one_learns(
         # A checkpoint of two ranks is gone on from on one.
         group.save(tmp_path / "step_000003", {"step": 3}, keep=1)
         push = group.publish(3)
-        assert push.version == 3 and [e.name for e in push.tensors] == [n for n, _ in read_tensors_in_order(path)]
-        group.update(rows)
+        assert push.version == 3 and [e.name for e in push.tensors] == [n for n, _ in read_tensors_in_order(tiny_path)]
+        group.update(tiny_rows)
         expected_weights = group_weights(group, tmp_path / "again")
-    resumed = make_learner(path, make_config(), resume=tmp_path / "step_000003")
-    resumed.update(rows)
+    resumed = make_learner(tiny_path, make_config(), resume=tmp_path / "step_000003")
+    resumed.update(tiny_rows)
     assert largest_difference(weights(resumed), expected_weights) < 3e-4
     resumed.close()
 
 
 @pytest.mark.slow
 def test_a_rank_without_rows_asks_the_sharded_reference_with_the_others(
-    cluster: None, path: Path, rows: list[TrainRow]
+    cluster: None, tiny_path: Path, tiny_rows: list[TrainRow]
 ) -> None:
     """The reference's layers are gathered from all ranks: if one of them does not ask, the others wait for ever.
 
@@ -103,9 +89,9 @@ def test_a_rank_without_rows_asks_the_sharded_reference_with_the_others(
     config = make_config(zero_stage=3, ranks=2, micro_batch_tokens=700)
     config.algorithm.kl_coefficient, config.algorithm.kl_placement = 0.05, "loss"
     config.algorithm.kl_estimator = "k3"
-    with LearnerGroup(config, path) as group:
-        unasked = replace(rows[0], reference_logprobs=None)
-        asked = replace(rows[1], reference_logprobs=rows[1].behaviour_logprobs)
+    with LearnerGroup(config, tiny_path) as group:
+        unasked = replace(tiny_rows[0], reference_logprobs=None)
+        asked = replace(tiny_rows[1], reference_logprobs=tiny_rows[1].behaviour_logprobs)
         for batch in ([unasked], [asked], [unasked, asked], [unasked]):
             metrics = group.update(batch)
     assert metrics["train/kl"] > 0
@@ -119,11 +105,11 @@ def read_tensors_in_order(path: Path) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_dies_or_is_late_ends_the_call_and_is_named(
-    cluster: None, path: Path, rows: list[TrainRow], tmp_path: Path
+    cluster: None, tiny_path: Path, tiny_rows: list[TrainRow], tmp_path: Path
 ) -> None:
-    with LearnerGroup(make_config(ranks=2), path) as group:
+    with LearnerGroup(make_config(ranks=2), tiny_path) as group:
         pids = [ray.get(a.__ray_call__.remote(lambda _: os.getpid())) for a in group._actors]
-        group.update(rows)
+        group.update(tiny_rows)
 
         # Idle ranks leave the cores alone.
         spent = sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
@@ -133,19 +119,19 @@ def test_a_rank_that_fails_dies_or_is_late_ends_the_call_and_is_named(
         # Rank 1 is gone while rank 0 waits for it in a collective.
         os.kill(pids[1], 9)
         with pytest.raises(LearnerError, match="rank 1 died in `update`"):
-            group.update(rows)
+            group.update(tiny_rows)
         with pytest.raises(LearnerError, match="closed"):
-            group.update(rows)
+            group.update(tiny_rows)
         wait_until_gone(pids)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_late_is_ended_and_named(cluster: None, path: Path, rows: list[TrainRow]) -> None:
-    with LearnerGroup(make_config(), path) as group:
+def test_a_rank_that_is_late_is_ended_and_named(cluster: None, tiny_path: Path, tiny_rows: list[TrainRow]) -> None:
+    with LearnerGroup(make_config(), tiny_path) as group:
         pid = ray.get(group._actors[0].__ray_call__.remote(lambda _: os.getpid()))
         group._timeout_s = 0.01
         with pytest.raises(LearnerError, match=r"rank 0 of 1 did not finish `update` within learner\.timeout_s"):
-            group.update(rows)
+            group.update(tiny_rows)
         wait_until_gone([pid])
 
 
@@ -161,11 +147,11 @@ def test_errors_that_are_meant_for_people_come_out_of_a_rank_as_they_are(cluster
 
 
 def test_a_cluster_without_room_is_told_with_demand_and_supply(
-    cluster: None, path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "PLACEMENT_TIMEOUT_S", 1.0)
     with pytest.raises(PlacementError, match=r"no room for 50 learner ranks.*'CPU': 4"):
-        LearnerGroup(make_config(ranks=50), path)
+        LearnerGroup(make_config(ranks=50), tiny_path)
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:

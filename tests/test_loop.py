@@ -83,6 +83,7 @@ def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
     result = subprocess.run(again, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Held-out questions" in result.stdout
+    assert "ending the engines and Ray" in result.stdout.partition("opens the curves")[2]
     return KilledRun(path, started, left)
 
 
@@ -139,6 +140,17 @@ def test_the_checkpoint_loads_in_transformers(run: Path) -> None:
     model = run / "checkpoints" / "step_000003" / "model"
     assert Qwen3VLForConditionalGeneration.from_pretrained(model).lm_head.weight.isfinite().all()
     assert AutoProcessor.from_pretrained(model).image_processor.patch_size == 16
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_go_on_is_refused_before_ray_is_started(run: Path, data: Path) -> None:
+    ray = run / "logs" / "ray"
+    before = ray.readlink()
+    other = command(data, run, "trainer.steps=4", "trainer.resume=auto", "trainer.seed=7")
+    result = subprocess.run(other, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode != 0
+    assert "trainer.seed=0, this run has 7" in result.stdout + result.stderr
+    assert ray.readlink() == before, "it points elsewhere as soon as this run's Ray has started"
 
 
 def _alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

@@ -33,6 +33,8 @@ from paravt_ray.weights.manifest import checkpoint_digest, checkpoint_shapes
 from paravt_ray.weights.push import WeightError
 from paravt_ray.weights.send import unpublish
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RANK, ALPHA = 4, 8
 LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
           "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
@@ -40,24 +42,6 @@ ADAPTED = {f"model.language_model.layers.{number}.{layer}" for number in range(2
 """All linear layers of the tests' language model."""
 EXACT = 1e-5
 """Largest difference of log-probs that float32 explains."""
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is so small that more of them only wait for each other
-    yield make_tiny_checkpoint(tmp_path_factory.mktemp("lora") / "tiny")
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def chat(path: Path) -> Chat:
-    return Chat.from_pretrained(path)
-
-
-@pytest.fixture(scope="module")
-def rows(chat: Chat) -> list[TrainRow]:
-    return make_rows(chat)
 
 
 def lora_config(**learner: Any) -> Config:
@@ -69,11 +53,11 @@ def lora_learner(path: Path, **learner: Any) -> Learner:
 
 
 @pytest.fixture(scope="module")
-def saved(path: Path, rows: list[TrainRow], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tiny_path: Path, tiny_chat: Chat, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint after two updates that changed much."""
-    learner = lora_learner(path)
+    learner = lora_learner(tiny_path)
     for _ in range(2):
-        learner.update(rows)
+        learner.update(make_rows(tiny_chat))
     folder = tmp_path_factory.mktemp("saved") / "step_000002"
     learner.save(folder, {}, keep=1)
     learner.close()
@@ -97,20 +81,20 @@ def load(directory: Path) -> Any:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_every_linear_layer_of_the_language_model_is_adapted_and_nothing_else_is_trained(
-    path: Path, rows: list[TrainRow], stage: int
+    tiny_path: Path, tiny_rows: list[TrainRow], stage: int
 ) -> None:
-    linear = {name for name, module in load(path).named_modules() if isinstance(module, torch.nn.Linear)}
+    linear = {name for name, module in load(tiny_path).named_modules() if isinstance(module, torch.nn.Linear)}
     assert {name for name in linear if ".language_model." in name} == ADAPTED
-    learner = lora_learner(path, zero_stage=stage)
+    learner = lora_learner(tiny_path, zero_stage=stage)
     before = {name: tensor.clone() for name, tensor in learner._engine.trained_tensors()}
     assert before.keys() == {f"{name}.lora_{part}.weight" for name in ADAPTED for part in "AB"}
     for _ in range(2):  # B is 0 at first, so A gets its first gradient in the second step
-        metrics = learner.update(rows)
+        metrics = learner.update(tiny_rows)
     assert metrics["train/grad_norm"] > 0
     assert all(not torch.equal(tensor, before[name]) for name, tensor in learner._engine.trained_tensors())
     states = {name.partition(".")[2] for name, _ in learner._engine.optimizer_tensors()}
     assert states == before.keys()
-    after, base = weights(learner), {name: tensor.numpy() for name, tensor in read_tensors(path)}
+    after, base = weights(learner), {name: tensor.numpy() for name, tensor in read_tensors(tiny_path)}
     learner.close()
     assert after.keys() == base.keys()
     changed = {name.removesuffix(".weight") for name in base if not np.array_equal(after[name], base[name])}
@@ -118,16 +102,16 @@ def test_every_linear_layer_of_the_language_model_is_adapted_and_nothing_else_is
 
 
 def test_an_adapter_begins_as_the_base_to_the_last_bit_and_the_same_for_the_same_seed(
-    path: Path, rows: list[TrainRow]
+    tiny_path: Path, tiny_rows: list[TrainRow]
 ) -> None:
-    base, found = make_learner(path, make_config()), []
-    expected = base.logprobs(rows)
+    base, found = make_learner(tiny_path, make_config()), []
+    expected = base.logprobs(tiny_rows)
     base.close()
     for _ in range(2):
         torch.rand(1)  # whatever was drawn before
-        learner = lora_learner(path)
-        assert all(np.array_equal(values, expected[i]) for i, values in learner.logprobs(rows).items())
-        learner.update(rows)
+        learner = lora_learner(tiny_path)
+        assert all(np.array_equal(values, expected[i]) for i, values in learner.logprobs(tiny_rows).items())
+        learner.update(tiny_rows)
         found.append(weights(learner))
         learner.close()
     assert largest_difference(*found) == 0
@@ -143,12 +127,14 @@ def test_an_adapter_begins_as_the_base_to_the_last_bit_and_the_same_for_the_same
     ],
     ids=str,
 )
-def test_how_memory_is_saved_changes_rounding_only(path: Path, rows: list[TrainRow], settings: dict[str, Any]) -> None:
+def test_how_memory_is_saved_changes_rounding_only(
+    tiny_path: Path, tiny_rows: list[TrainRow], settings: dict[str, Any]
+) -> None:
     results = []
     for more in ({}, settings):
-        learner = lora_learner(path, **more)
+        learner = lora_learner(tiny_path, **more)
         for _ in range(2):
-            learner.update(rows)
+            learner.update(tiny_rows)
         results.append(weights(learner))
         learner.close()
     assert largest_difference(*results) < 1e-4
@@ -157,22 +143,22 @@ def test_how_memory_is_saved_changes_rounding_only(path: Path, rows: list[TrainR
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_the_reference_is_the_base_under_the_adapter_and_stays(
-    path: Path, rows: list[TrainRow], stage: int, placement: str
+    tiny_path: Path, tiny_rows: list[TrainRow], stage: int, placement: str
 ) -> None:
     """Without a second model, also when it is asked in the middle of an update."""
     config = lora_config(zero_stage=stage, activation_checkpointing=True)
     config.algorithm.kl_coefficient, config.algorithm.kl_placement = 0.1, placement
     config.algorithm.kl_estimator = "k3"
-    plain = make_learner(path, make_config(zero_stage=stage))
-    expected = plain.logprobs(rows)
+    plain = make_learner(tiny_path, make_config(zero_stage=stage))
+    expected = plain.logprobs(tiny_rows)
     plain.close()
-    learner = make_learner(path, config, reference_path=path)
+    learner = make_learner(tiny_path, config, reference_path=tiny_path)
     assert isinstance(learner._reference.__self__, type(learner._engine))
     for _ in range(3):
-        metrics = learner.update(rows)
-        assert all(np.array_equal(values, expected[i]) for i, values in learner.reference_logprobs(rows).items())
+        metrics = learner.update(tiny_rows)
+        assert all(np.array_equal(values, expected[i]) for i, values in learner.reference_logprobs(tiny_rows).items())
     assert (metrics["train/kl"] > 1e-3) == (placement == "loss")
-    assert not np.array_equal(learner.logprobs(rows)[0], expected[0])
+    assert not np.array_equal(learner.logprobs(tiny_rows)[0], expected[0])
     learner.close()
 
 
@@ -189,19 +175,19 @@ def test_merging_is_the_formula() -> None:
     assert found.dtype == torch.bfloat16 and found.item() == torch.tensor(exact).bfloat16().item()
 
 
-def test_what_is_merged_is_what_peft_computes(path: Path, saved: Path, rows: list[TrainRow]) -> None:
+def test_what_is_merged_is_what_peft_computes(tiny_path: Path, saved: Path, tiny_rows: list[TrainRow]) -> None:
     """Three ways to the same policy: `model/` as it is, `adapter/` in peft on the base, and the sum by hand."""
     from peft import PeftModel
 
     logits = text_logits(load(saved / "model"))
-    adapted = PeftModel.from_pretrained(load(path), saved / "adapter")
-    assert adapted.peft_config["default"].base_model_name_or_path == str(path)
+    adapted = PeftModel.from_pretrained(load(tiny_path), saved / "adapter")
+    assert adapted.peft_config["default"].base_model_name_or_path == str(tiny_path)
     torch.testing.assert_close(text_logits(adapted), logits, atol=2e-5, rtol=1e-5)
-    base = load(path)
+    base = load(tiny_path)
     assert (text_logits(base) - logits).abs().max() > 0.1
     adapter = {name.removeprefix("base_model.model."): t for name, t in read_tensors(saved / "adapter")}
     stored = dict(read_tensors(saved / "model"))
-    for name, weight in read_tensors(path):
+    for name, weight in read_tensors(tiny_path):
         layer = name.removesuffix(".weight")
         by_hand = weight.numpy().astype(np.float64)
         if layer in ADAPTED:
@@ -209,20 +195,20 @@ def test_what_is_merged_is_what_peft_computes(path: Path, saved: Path, rows: lis
             by_hand = by_hand + ALPHA / RANK * b @ a
         np.testing.assert_allclose(stored[name].numpy(), by_hand, atol=1e-6)
     found = []
-    for source, config, resume in ((path, lora_config(), saved), (saved / "model", make_config(), None)):
+    for source, config, resume in ((tiny_path, lora_config(), saved), (saved / "model", make_config(), None)):
         learner = make_learner(source, config, resume=resume)
-        found.append(learner.logprobs(rows))
+        found.append(learner.logprobs(tiny_rows))
         learner.close()
     assert max(np.abs(found[0][index] - found[1][index]).max() for index in found[0]) < EXACT
 
 
-def test_merging_again_and_again_starts_from_the_base(path: Path, saved: Path) -> None:
+def test_merging_again_and_again_starts_from_the_base(tiny_path: Path, saved: Path) -> None:
     """The last of many pushes is worth the same as one alone; no matrix is there before it is its turn."""
     adapter = {name.removeprefix("base_model.model."): t for name, t in read_tensors(saved / "adapter")}
     taken: list[str] = []
 
     def base() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in read_tensors(path):
+        for name, tensor in read_tensors(tiny_path):
             taken.append(name)
             yield name, tensor
 
@@ -236,8 +222,8 @@ def test_merging_again_and_again_starts_from_the_base(path: Path, saved: Path) -
     assert all(torch.equal(found[name], tensor) for name, tensor in read_tensors(saved / "model"))
 
 
-def test_an_adapter_that_does_not_fit_is_named(path: Path) -> None:
-    base, (layer, other) = checkpoint_shapes(path), sorted(ADAPTED)[:2]
+def test_an_adapter_that_does_not_fit_is_named(tiny_path: Path) -> None:
+    base, (layer, other) = checkpoint_shapes(tiny_path), sorted(ADAPTED)[:2]
     out, into = base[f"{layer}.weight"]
     good = {f"{layer}.lora_A.weight": (4, into), f"{layer}.lora_B.weight": (out, 4)}
     check_adapter(base, good)
@@ -252,22 +238,22 @@ def test_an_adapter_that_does_not_fit_is_named(path: Path) -> None:
             check_adapter(base, good | bad)
 
 
-def test_a_push_holds_the_adapter_alone_and_says_of_what(path: Path, rows: list[TrainRow]) -> None:
+def test_a_push_holds_the_adapter_alone_and_says_of_what(tiny_path: Path, tiny_rows: list[TrainRow]) -> None:
     pushes = []
     for config in (make_config(), lora_config()):
-        learner = make_learner(path, config)
-        learner.update(rows)
+        learner = make_learner(tiny_path, config)
+        learner.update(tiny_rows)
         pushes.append(learner.publish(3))
         learner.close()
     full, push = pushes
     assert push is not None and full is not None and full.adapter is None
     names = {entry.name for entry in push.tensors}
     assert names == {f"{name}.lora_{part}.weight" for name in ADAPTED for part in "AB"}
-    shapes = checkpoint_shapes(path)
+    shapes = checkpoint_shapes(tiny_path)
     values = sum(RANK * sum(shapes[f"{name}.weight"]) for name in ADAPTED)
     assert push.nbytes == 4 * values < full.nbytes / 4
     assert push.adapter is not None
-    assert (push.adapter.scale, push.adapter.base) == (ALPHA / RANK, checkpoint_digest(path))
+    assert (push.adapter.scale, push.adapter.base) == (ALPHA / RANK, checkpoint_digest(tiny_path))
     unpublish()
 
 
@@ -276,13 +262,13 @@ def test_a_push_holds_the_adapter_alone_and_says_of_what(path: Path, rows: list[
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")])
 def test_a_resumed_run_equals_the_unbroken_one_to_the_last_bit(
-    path: Path, rows: list[TrainRow], tmp_path: Path, stage: int, dtype: str
+    tiny_path: Path, tiny_rows: list[TrainRow], tmp_path: Path, stage: int, dtype: str
 ) -> None:
     config = lora_config(zero_stage=stage)
     config.model.dtype = dtype
-    unbroken = make_learner(path, config)
+    unbroken = make_learner(tiny_path, config)
     for step in range(4):
-        metrics = unbroken.update(rows)
+        metrics = unbroken.update(tiny_rows)
         if step == 1:
             unbroken.save(tmp_path / "step_000002", {}, keep=2)
     expected = {name: tensor.clone() for name, tensor in unbroken._engine.trained_tensors()}
@@ -291,30 +277,30 @@ def test_a_resumed_run_equals_the_unbroken_one_to_the_last_bit(
     stored = {name.partition(".")[0] for name, _ in read_tensors(tmp_path / "step_000002" / "optimizer")}
     assert stored == {"exp_avg", "exp_avg_sq"} | ({"master"} if dtype == "bfloat16" else set())
 
-    resumed = make_learner(path, config, resume=tmp_path / "step_000002")
+    resumed = make_learner(tiny_path, config, resume=tmp_path / "step_000002")
     for _ in range(2):
-        again = resumed.update(rows)
+        again = resumed.update(tiny_rows)
     assert again["train/loss"] == metrics["train/loss"]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed._engine.trained_tensors())
     resumed.close()
 
 
-def test_another_rank_alpha_or_base_is_refused(path: Path, saved: Path, tmp_path: Path) -> None:
+def test_another_rank_alpha_or_base_is_refused(tiny_path: Path, saved: Path, tmp_path: Path) -> None:
     other = make_tiny_checkpoint(tmp_path / "other", seed=1)
     for base, learner in (
-        (path, {"lora_rank": RANK + 1}),
-        (path, {"lora_alpha": ALPHA + 1}),
-        (path, {"lora_rank": 0}),
+        (tiny_path, {"lora_rank": RANK + 1}),
+        (tiny_path, {"lora_alpha": ALPHA + 1}),
+        (tiny_path, {"lora_rank": 0}),
         (other, {}),
     ):
         with pytest.raises(
             CheckpointError, match=r"trained with LoRA of rank 4 and alpha 8 on .*, and this run trains"
         ):
             make_learner(base, lora_config(**learner), resume=saved)
-    (whole := make_learner(path, make_config())).save(tmp_path / "step_000000", {}, keep=1)
+    (whole := make_learner(tiny_path, make_config())).save(tmp_path / "step_000000", {}, keep=1)
     whole.close()
     with pytest.raises(CheckpointError, match="trained with all weights, and this run trains LoRA of rank 4"):
-        make_learner(path, lora_config(), resume=tmp_path / "step_000000")
+        make_learner(tiny_path, lora_config(), resume=tmp_path / "step_000000")
 
 
 def test_the_adapter_says_what_it_needs(saved: Path) -> None:
@@ -338,17 +324,19 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_learns(cluster: None, path: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+def test_two_ranks_learn_what_one_learns(
+    cluster: None, tiny_path: Path, tiny_rows: list[TrainRow], tmp_path: Path
+) -> None:
     config = lora_config(zero_stage=3, ranks=2, micro_batch_tokens=700)
     config.algorithm.kl_coefficient = 0.05
-    alone = lora_learner(path)
-    base = alone.logprobs(rows)
-    with LearnerGroup(config, path) as group:
-        for batch in (rows, rows[:1]):  # one rank has nothing at all to do in the second
+    alone = lora_learner(tiny_path)
+    base = alone.logprobs(tiny_rows)
+    with LearnerGroup(config, tiny_path) as group:
+        for batch in (tiny_rows, tiny_rows[:1]):  # one rank has nothing at all to do in the second
             together, one = group.update(batch), alone.update(batch)
             assert together["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-3, abs=1e-6)
-        group.add_reference_logprobs(rows)
-        assert all(np.allclose(row.reference_logprobs, base[i], atol=1e-5) for i, row in enumerate(rows))
+        group.add_reference_logprobs(tiny_rows)
+        assert all(np.allclose(row.reference_logprobs, base[i], atol=1e-5) for i, row in enumerate(tiny_rows))
         group.save(tmp_path / "step_000002", {}, keep=1)
         stored = {name: tensor.numpy() for name, tensor in read_tensors(tmp_path / "step_000002" / "model")}
         assert largest_difference(stored, weights(alone)) < 3e-4

@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 from learning import make_config, make_learner
 from rich.console import Console
-from tiny import make_tiny_checkpoint
 
 from paravt_ray.config import Config
 from paravt_ray.episode import Sample
 from paravt_ray.learner.checkpoint import CheckpointError
-from paravt_ray.learner.resume import Resume, check_resume
-from paravt_ray.learner.schedule import LrSchedule
+from paravt_ray.learner.resume import Resume
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir
 from paravt_ray.trainer import Trainer
@@ -31,19 +29,14 @@ STREAM = {"position": 8}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps with a checkpoint after the second."""
     config = settings(tmp_path_factory.mktemp("runs") / "killed")
-    with RunDir(config) as run, closing(make_learner(model, config)) as learner:
+    with RunDir(config) as run, closing(make_learner(tiny_path, config)) as learner:
         for step in (1, 2, 3):
             run.episodes_file(step).write_text("{}\n")
             run.log_metrics(step, {"train/loss": step})
-        origin = trainer(config, model, SAMPLES, run).origin
+        origin = trainer(config, tiny_path, SAMPLES, run).origin
         learner.save(run.checkpoint(2), origin.state(2, stream=STREAM), keep=1)
         (run.path / "mlflow.json").write_text('{"run_id": "1", "sent_step": 3}')
     return run.path
@@ -114,44 +107,43 @@ def rebuilt(model: Path, folder: Path) -> Path:
     ],
 )
 def test_a_run_that_cannot_go_on_is_left_as_it_was(
-    model: Path, folder: Path, change: Callable[[Config], None], samples: list[Sample], reason: str
+    tiny_path: Path, folder: Path, change: Callable[[Config], None], samples: list[Sample], reason: str
 ) -> None:
     config, before = again(folder), contents(folder)
     change(config)
-    with RunDir(config) as run, pytest.raises(CheckpointError, match=reason), trainer(config, model, samples, run):
-        pass
+    with RunDir(config) as run, pytest.raises(CheckpointError, match=reason):
+        trainer(config, tiny_path, samples, run)
     assert contents(folder) == before
 
 
-def test_another_model_is_another_reference_and_is_refused(model: Path, folder: Path, tmp_path: Path) -> None:
+def test_another_model_is_another_reference_and_is_refused(tiny_path: Path, folder: Path, tmp_path: Path) -> None:
     config, before = again(folder), contents(folder)
-    other = rebuilt(model, tmp_path)
+    other = rebuilt(tiny_path, tmp_path)
     with RunDir(config) as run, pytest.raises(CheckpointError, match=r"another model than the one at model\.path"):
-        trainer(config, other, SAMPLES, run).__enter__()
+        trainer(config, other, SAMPLES, run)
     assert contents(folder) == before
 
 
-def test_a_checkpoint_without_an_origin_is_refused(model: Path, folder: Path) -> None:
+def test_a_checkpoint_without_an_origin_is_refused(tiny_path: Path, folder: Path) -> None:
     state = next(folder.glob("checkpoints/*/state.json"))
     state.write_text(json.dumps({"step": 2, "stream": STREAM}))
     config = again(folder)
     with RunDir(config) as run, pytest.raises(CheckpointError, match="does not say which model"):
-        trainer(config, model, SAMPLES, run).__enter__()
+        trainer(config, tiny_path, SAMPLES, run)
 
 
 def resume(config: Config, model: Path, samples: list[Sample]) -> Resume | None:
     with RunDir(config) as run:
-        origin = trainer(config, model, samples, run).origin
-        return check_resume(run.checkpoints, origin, LrSchedule.of_training(config))
+        return trainer(config, model, samples, run).resume
 
 
-def test_the_same_run_goes_on_wherever_its_files_lie(model: Path, folder: Path, tmp_path: Path) -> None:
-    moved = Path(shutil.copytree(model, tmp_path / "elsewhere"))
+def test_the_same_run_goes_on_wherever_its_files_lie(tiny_path: Path, folder: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(tiny_path, tmp_path / "elsewhere"))
     samples = [replace(sample, videos=("/other/disk/x.mp4",)) for sample in SAMPLES]
     found = resume(again(folder, ranks=2, micro_batch_tokens=99), moved, samples)
     assert found is not None
     assert (found.checkpoint.name, found.step, found.state["stream"]) == ("step_000002", 2, STREAM)
 
 
-def test_a_run_without_a_checkpoint_begins_anew(model: Path, tmp_path: Path) -> None:
-    assert resume(settings(tmp_path / "new"), model, SAMPLES) is None
+def test_a_run_without_a_checkpoint_begins_anew(tiny_path: Path, tmp_path: Path) -> None:
+    assert resume(settings(tmp_path / "new"), tiny_path, SAMPLES) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 import torch
 from learning import make_config
 from PIL import Image
-from tiny import make_tiny_checkpoint
 
 from paravt_ray import sft
 from paravt_ray.chat import MAIN_SYSTEM, Chat, main_messages
@@ -33,18 +31,7 @@ from paravt_ray.sft.examples import ExampleBuilder, FrameSource
 from paravt_ray.sft.train import Batches, train
 from paravt_ray.tracking.run_dir import RunDirError, read_metrics
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is so small that more of them only wait for each other
-    yield make_tiny_checkpoint(tmp_path_factory.mktemp("sft") / "tiny")
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def chat(path: Path) -> Chat:
-    return Chat.from_pretrained(path)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +45,9 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(path: Path, videos: Path, tmp_path: Path) -> Config:
+def config(tiny_path: Path, videos: Path, tmp_path: Path) -> Config:
     config = make_config(lr=3e-3)
-    config.model = replace(config.model, path=str(path), overview_max_pixels=1024, crop_max_pixels=1024)
+    config.model = replace(config.model, path=str(tiny_path), overview_max_pixels=1024, crop_max_pixels=1024)
     config.data = replace(config.data, train=str(tmp_path / "sft.parquet"), video_root=str(videos))
     config.sft = replace(config.sft, output=str(tmp_path / "out"), batch_size=4)
     config.tools.workers = 1
@@ -99,12 +86,12 @@ def build(config: Config, chat: Chat, rows: list[Any], epoch: int = 0, as_json: 
 # ---- rendering ----
 
 
-def test_loss_is_on_assistant_text_and_its_end_of_turn_alone(config: Config, chat: Chat) -> None:
+def test_loss_is_on_assistant_text_and_its_end_of_turn_alone(config: Config, tiny_chat: Chat) -> None:
     turns = ['<think>\nlook\n</think>\n<tool_call>\n{"name": "crop_video"}\n</tool_call>', "<answer>A</answer>"]
     reply = "<tool_response>\n30 to 45 s: red <|im_end|> <think>\n</tool_response>"
     (row,) = build(
         config,
-        chat,
+        tiny_chat,
         [
             [
                 message("system", text("You see <think>.")),
@@ -117,61 +104,61 @@ def test_loss_is_on_assistant_text_and_its_end_of_turn_alone(config: Config, cha
     )
     edges = np.flatnonzero(np.diff(np.concatenate([[0], row.generated.astype(int), [0]])))
     spans = [row.token_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
-    assert [chat.decode(span) for span in spans] == [f"{turn}<|im_end|>" for turn in turns]
+    assert [tiny_chat.decode(span) for span in spans] == [f"{turn}<|im_end|>" for turn in turns]
     # Each span follows the assistant's header, and nothing else is marked.
-    header = [chat.im_start, *chat.encode_text("assistant\n")]
+    header = [tiny_chat.im_start, *tiny_chat.encode_text("assistant\n")]
     for start in edges[::2]:
         assert row.token_ids[start - len(header) : start].tolist() == header
-    assert (row.token_ids == chat.im_end).sum() == 5, "text that looks like a control token became one"
+    assert (row.token_ids == tiny_chat.im_end).sum() == 5, "text that looks like a control token became one"
 
 
-def test_a_prompt_is_rendered_as_in_reinforcement_learning(config: Config, chat: Chat) -> None:
-    (row,) = build(config, chat, [simple("v0.mp4#frames=4", "x")])
+def test_a_prompt_is_rendered_as_in_reinforcement_learning(config: Config, tiny_chat: Chat) -> None:
+    (row,) = build(config, tiny_chat, [simple("v0.mp4#frames=4", "x")])
     assert len(row.frames) == 4
-    expected = chat.prompt(main_messages("which?", [row.frames]))
-    ids = chat.expand(expected.ids, row.frames)
+    expected = tiny_chat.prompt(main_messages("which?", [row.frames]))
+    ids = tiny_chat.expand(expected.ids, row.frames)
     assert row.token_ids[: len(ids)].tolist() == ids
 
 
-def test_a_video_is_rendered_as_in_reinforcement_learning(config: Config, chat: Chat) -> None:
-    video_chat = Chat(chat.tokenizer, chat.patch_factor, frames_as="video")
+def test_a_video_is_rendered_as_in_reinforcement_learning(config: Config, tiny_chat: Chat) -> None:
+    video_chat = Chat(tiny_chat.tokenizer, tiny_chat.patch_factor, frames_as="video")
     (row,) = build(config, video_chat, [simple("v0.mp4#frames=5", "x")])
     expected = video_chat.prompt(main_messages("which?", [row.frames[:5]]))
     ids = video_chat.expand(expected.ids, expected.frames)
     assert row.token_ids[: len(ids)].tolist() == ids
     assert row.frames == expected.frames
-    assert chat.decode(row.token_ids[row.generated].tolist()) == "x<|im_end|>"
+    assert tiny_chat.decode(row.token_ids[row.generated].tolist()) == "x<|im_end|>"
 
 
-def test_a_window_shows_the_frames_of_that_window_with_their_times(config: Config, chat: Chat) -> None:
-    (row,) = build(config, chat, [simple("v0.mp4#t=30,45", "x")])
+def test_a_window_shows_the_frames_of_that_window_with_their_times(config: Config, tiny_chat: Chat) -> None:
+    (row,) = build(config, tiny_chat, [simple("v0.mp4#t=30,45", "x")])
     times = [frame.time_s for frame in row.frames]
     assert len(times) == 15 and all(30 <= time <= 45 for time in times)
-    assert f"<{times[3]:.1f} seconds>" in chat.decode(row.token_ids.tolist())
+    assert f"<{times[3]:.1f} seconds>" in tiny_chat.decode(row.token_ids.tolist())
 
 
-def test_without_a_fragment_the_frame_budget_is_drawn_by_seed_row_and_epoch(config: Config, chat: Chat) -> None:
+def test_without_a_fragment_the_frame_budget_is_drawn_by_seed_row_and_epoch(config: Config, tiny_chat: Chat) -> None:
     config.rollout.frame_budgets = [2, 3, 4, 5, 6]
     rows = [simple("v0.mp4", "x")] * 6
     for epoch in (0, 1):
-        counts = [len(row.frames) for row in build(config, chat, rows, epoch)]
+        counts = [len(row.frames) for row in build(config, tiny_chat, rows, epoch)]
         assert counts == [draw_frame_budget(0, str(i), epoch, config.rollout.frame_budgets) for i in range(6)]
         assert len(set(counts)) > 1
 
 
-def test_pictures_and_lists_are_read_too(config: Config, chat: Chat) -> None:
+def test_pictures_and_lists_are_read_too(config: Config, tiny_chat: Chat) -> None:
     picture = {"type": "image_url", "image_url": {"url": "picture.png"}}
     rows = [[message("user", picture, text("what?")), message("assistant", text("grey"))]]
-    (row,) = build(config, chat, rows, as_json=False)
+    (row,) = build(config, tiny_chat, rows, as_json=False)
     assert [frame.pixels.shape for frame in row.frames] == [(32, 32, 3)]
-    assert (row.token_ids == chat.image_pad).sum() == 1
+    assert (row.token_ids == tiny_chat.image_pad).sum() == 1
 
 
-def test_clips_are_decoded_once(config: Config, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clips_are_decoded_once(config: Config, tiny_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
     original = FrameSource._decode
     monkeypatch.setattr(FrameSource, "_decode", lambda self, call: decoded.append(call) or original(self, call))
-    rows = build(config, chat, [simple("v0.mp4#frames=4", "x")] * 3 + [simple("v0.mp4#frames=8", "x")])
+    rows = build(config, tiny_chat, [simple("v0.mp4#frames=4", "x")] * 3 + [simple("v0.mp4#frames=8", "x")])
     assert len(decoded) == 2
     assert all(a is b for a, b in zip(rows[0].frames, rows[2].frames, strict=True))
 
@@ -228,13 +215,15 @@ def test_a_row_is_used_again_once_its_file_is_there(config: Config, tmp_path: Pa
     assert len(read_conversations(Path(config.data.train), root, 0.0)[0]) == 2
 
 
-def test_videos_that_cannot_be_decoded_and_rows_too_long_are_left_out_and_counted(config: Config, chat: Chat) -> None:
+def test_videos_that_cannot_be_decoded_and_rows_too_long_are_left_out_and_counted(
+    config: Config, tiny_chat: Chat
+) -> None:
     config.model.context_length = 1200
     rows = [simple("junk.mp4#frames=4", "x"), simple("v0.mp4#frames=4", "x" * 3000), simple("v0.mp4#frames=4", "x")]
     write_rows(config, rows)
     conversations, skipped = read_conversations(Path(config.data.train), config.data.video_root, 0.7)
-    with closing(FrameSource(config, chat.patch_factor)) as frames:
-        builder = ExampleBuilder(chat, frames, config)
+    with closing(FrameSource(config, tiny_chat.patch_factor)) as frames:
+        builder = ExampleBuilder(tiny_chat, frames, config)
         with closing(Batches(conversations, skipped, builder, config)) as batches:
             (built,) = batches.once()
     assert len(built) == 1
@@ -340,6 +329,9 @@ def test_a_run_goes_on_with_its_own_data_model_and_settings_alone(
         with pytest.raises(CheckpointError, match=reason):
             train(other)
         assert contents(out) == before
+    with pytest.raises(InputError, match=r"gone\.parquet"):
+        train(replace(again, data=replace(again.data, valid=str(tmp_path / "gone.parquet"))))
+    assert contents(out) == before
     write_rows(config, [*rows[:-1], simple("v1.mp4#frames=2", "<answer>C</answer>")])
     with pytest.raises(CheckpointError, match=r"data\.train are not those of"):
         train(again)

@@ -21,6 +21,7 @@ INITIAL_VERSION = 0
 """Version of the weights that are read from the checkpoint at start."""
 MAX_SEQUENCES = 256
 """Sequences that the engine works on at the same time; more wait inside it."""
+_SHUTDOWN_S = 0.5
 _REJECTIONS = 32
 """Vision ids that may be sampled in one turn before it is given up."""
 
@@ -227,8 +228,8 @@ class VllmEngine:
             raise EngineError(f"The engine holds version {version} of the weights instead of {self.version}.")
 
     def shutdown(self) -> None:
-        """End the engine's process; takes a few seconds."""
-        self._llm.shutdown()
+        """End the engine's process. It has nothing to write, and does not end by itself: it is not given time to."""
+        self._llm.shutdown(timeout=_SHUTDOWN_S)
 
 
 def _prompt(prompt_ids: list[int], pictures: Sequence[Picture]) -> dict[str, Any]:

@@ -107,7 +107,6 @@ def train(config: Config) -> Path:
         run = stack.enter_context(_run_dir(config))
         resume = check_resume(run.checkpoints, origin, schedule)
         first = resume.step if resume else 0
-        run.rewind(first if resume else -1)
         display = Display(first, steps)
         display.say(f"{len(conversations)} conversations, {steps} steps; {schedule.describe()}.")
         if first:
@@ -124,6 +123,7 @@ def train(config: Config) -> Path:
         learner = stack.enter_context(
             _open_learner(config, source, schedule, resume.checkpoint if resume else None, run.logs)
         )
+        run.rewind(first if resume else -1)  # all that can be refused has been: until here the run is as it was
         stack.enter_context(display)
         _loop(config, learner, run, origin, display, batches.steps(first, steps), held_out, range(first + 1, steps + 1))
         checkpoint.replace_model(run.path, learner.save_model)
