@@ -248,7 +248,8 @@ class GeneratorFleet:
         job.failures.append(reason)
         spec = job.spec
         if len(job.failures) < ATTEMPTS:
-            logger.warning("Group %s is done again: %s", spec.group_id, reason)
+            if not self._closing:
+                logger.warning("Group %s is done again: %s", spec.group_id, reason)
             self._jobs.appendleft(job)
         else:
             failures = [f"generator: {reason}"] * spec.group_size
