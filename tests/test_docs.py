@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from sample_run import make_run
 
+from paravt_ray import report
 from paravt_ray.config import Config, config_items
 from paravt_ray.config_docs import document, sections
 from paravt_ray.report.source import read_run
@@ -24,6 +25,15 @@ def test_the_configuration_page_is_that_of_this_configuration() -> None:
 def test_every_section_and_key_has_its_row() -> None:
     keys = [f"{section}.{key}" for section, (_, texts) in sections().items() for key in texts]
     assert keys == list(config_items(Config()))
+
+
+def test_the_curves_of_synchronous_and_asynchronous_runs_are_those_of_their_records(tmp_path: Path) -> None:
+    folder = ROOT / "docs" / "staleness"
+    runs = sorted(folder.glob("*/seed_*"))
+    assert {read_run(run).config["rollout.staleness"] for run in runs if run.parent.name == "synchronous"} == {0}
+    assert {read_run(run).config["rollout.staleness"] for run in runs if run.parent.name == "one_version_ahead"} == {1}
+    assert report.run(runs, tmp_path / "curves.svg") == 0
+    assert (tmp_path / "curves.svg").read_bytes() == (folder / "curves.svg").read_bytes()
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
