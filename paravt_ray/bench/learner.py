@@ -109,9 +109,12 @@ class OurLearner:
 
     def tokens_per_s(self, lengths: Sequence[int]) -> float:
         """A whole update: batching, forward, loss with its metrics, backward, optimizer."""
+        from paravt_ray.learner.engine import denormals_flushed
+
         rows = make_rows(lengths)
         started = time.perf_counter()
-        self._learner.update(rows)
+        with denormals_flushed():  # as the learner's actor does
+            self._learner.update(rows)
         return sum(lengths) / (time.perf_counter() - started)
 
 
@@ -123,7 +126,7 @@ class BareTransformers:
         import torch
         from transformers import Qwen3VLForConditionalGeneration
 
-        torch.set_flush_denormal(True)  # as the learner does
+        torch.set_flush_denormal(True)  # as on our side
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = Qwen3VLForConditionalGeneration.from_pretrained(
             model, dtype=torch.float32, local_files_only=True

@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from paravt_ray.config import Config
 from paravt_ray.episode import TrainRow
 from paravt_ray.errors import UserError
+from paravt_ray.learner.engine import denormals_flushed
 from paravt_ray.learner.learner import FloatArray, Learner, LearnerError
 from paravt_ray.learner.schedule import LrSchedule
 from paravt_ray.placement import has_gpus, place, reserve
@@ -61,7 +62,8 @@ class LearnerActor:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the learner."""
-        return getattr(self._learner, method)(*args, **kwargs)
+        with denormals_flushed():
+            return getattr(self._learner, method)(*args, **kwargs)
 
 
 class LearnerGroup:

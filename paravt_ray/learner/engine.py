@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -40,8 +40,6 @@ def init_distributed(rank: int, ranks: int, rendezvous: str, timeout_s: float) -
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    # Softmax and Adam leave many numbers below 1e-38, on which a CPU is many times slower; they change no result.
-    torch.set_flush_denormal(True)
     if cuda:
         torch.cuda.set_device(device)  # Ray shows an actor its own GPU only
     os.environ["LOCAL_RANK"] = "0"
@@ -56,6 +54,19 @@ def init_distributed(rank: int, ranks: int, rendezvous: str, timeout_s: float) -
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", dist_init_required=False)
     return device
+
+
+@contextmanager
+def denormals_flushed() -> Iterator[None]:
+    """Take numbers below 1e-38 for 0 in this thread within the block.
+
+    Softmax and Adam leave many of them, on which a CPU is many times slower.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def deepspeed_config(config: Config) -> dict[str, Any]:

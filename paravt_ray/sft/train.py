@@ -17,6 +17,7 @@ from paravt_ray.episode import TrainRow
 from paravt_ray.errors import InputError
 from paravt_ray.learner import checkpoint
 from paravt_ray.learner.actor import LearnerGroup, free_port
+from paravt_ray.learner.engine import denormals_flushed
 from paravt_ray.learner.learner import Learner
 from paravt_ray.learner.resume import Origin, check_resume
 from paravt_ray.learner.schedule import LrSchedule
@@ -150,7 +151,10 @@ def _open_learner(
     """One rank learns in this process, which starts faster; several are Ray actors."""
     if config.learner.ranks == 1:
         address = f"tcp://127.0.0.1:{free_port()}"
-        with closing(Learner(config, source, schedule, rendezvous=address, resume=resume)) as learner:
+        with (
+            denormals_flushed(),
+            closing(Learner(config, source, schedule, rendezvous=address, resume=resume)) as learner,
+        ):
             yield learner
     else:
         with connected(config, logs), LearnerGroup(config, source, supervised=schedule, resume=resume) as group:
