@@ -20,7 +20,7 @@ debug: setup $(SYNTH) ## the whole loop on this machine, with a tiny model
 paradox: setup $(SYNTH) ## the paper's comparison on this machine: hours; a look: make paradox steps=4 seeds=1
 	$(PARAVT) paradox configs/paradox.yaml $(if $(steps),steps=$(steps)) $(if $(seeds),seeds=$(seeds)) $(ARGS)
 
-tiny-model: setup ## the tiny model that ships with the package, from a seed (less than half an hour)
+tiny-model: setup ## the tiny model that ships with the package, from a seed (about half an hour)
 	rm -rf outputs/tiny
 	.venv/bin/python -m paravt_ray.tiny_build tiny
 
