@@ -31,8 +31,8 @@ tiny-weak-model: setup ## its sister with a weak tool prior, from the same begin
 $(SYNTH): | setup
 	$(PARAVT) data synth outputs/synth
 
-test: setup ## all tests
-	.venv/bin/python -m pytest $(ARGS)
+test: setup ## all tests, two files at a time
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup ## style and types
 	.venv/bin/ruff check .

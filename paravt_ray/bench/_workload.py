@@ -39,7 +39,7 @@ def bench_config(model: Path, run_dir: Path) -> Config:
     config.rollout.gating, config.rollout.overview_frames, config.rollout.frame_budgets = False, 16, [16]
     config.tools.workers, config.tools.cache_mb = 2, 128
     config.algorithm.kl_coefficient = 0.0
-    config.learner.lr, config.learner.micro_batch_tokens = 0.0, 16384
+    config.learner.lr, config.learner.micro_batch_tokens = 0.0, 4096
     config.trainer.run_dir, config.trainer.save_every, config.trainer.steps = str(run_dir), 0, 1_000_000
     return config
 

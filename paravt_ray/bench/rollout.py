@@ -48,7 +48,7 @@ WINDOWS = ((4, 14), (16, 26), (31, 41), (46, 56))
 class Load:
     """What is compared with bare vLLM: one turn of each of `prompts` x `group_size` episodes."""
 
-    prompts: int = 8
+    prompts: int = 32
     group_size: int = 8
     new_tokens: int = 96
     """Longest turn."""
@@ -60,8 +60,8 @@ class Calls:
 
     think: int = 48
     """Thinking of every turn."""
-    summary: int = 192
-    """Summary of every sub-agent."""
+    summary: int = 511
+    """Summary of every sub-agent: with the end of its turn, as long as the paper lets a reply be."""
 
 
 def main() -> int:

@@ -47,9 +47,9 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", False))
     grouped = query.shape[1] != key.shape[1]
     outputs: list[Tensor] = []
-    # One split, not a slice for each run: the backward of a slice is as large as the whole row.
+    # One split, not a slice for each run, and no index: the backward of either fills a tensor as large as the row.
     totals = [count * length for count, length in cu_seq_lens_q]
-    parts = zip(cu_seq_lens_q, *(torch.split(x[0], totals, dim=1) for x in (query, key, value)), strict=True)
+    parts = zip(cu_seq_lens_q, *(torch.split(x.squeeze(0), totals, dim=1) for x in (query, key, value)), strict=True)
     for (count, length), *heads_first in parts:
         # [H, n * L, D] -> [n, H, L, D]
         q, k, v = (x.reshape(x.shape[0], count, length, -1).transpose(0, 1) for x in heads_first)

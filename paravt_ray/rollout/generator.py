@@ -156,7 +156,10 @@ def actor_options(config: Config, gpu: bool) -> dict[str, Any]:
     """Ray options of one generator: its resources, and the settings of the libraries in its processes."""
     env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if not gpu:
+        # Ray would give an actor with one CPU one thread.
+        threads = max(1, len(os.sched_getaffinity(0)) // config.rollout.generators)
         env |= {
+            "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads sleep, so that other processes on the same cores get them
             "TORCHDYNAMO_DISABLE": "1",  # compiling small helpers would delay the first answer by seconds
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the model run in the scheduler's process: one start less
