@@ -5,7 +5,7 @@ Engines follow a script; the fleet, the loop and the learner are real. `test_gen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import ray
 import torch
-from test_dynamic_sampling import PROMPTS, SAMPLES, LocalRewards, NoMlflow, loop_config, rolled_out
-from test_fleet import HANG, Fake, Script, make_config, make_push, make_specs, running, wait_for
-from tiny import make_tiny_checkpoint
+from scripted_fleet import HANG, Fake, Script, make_config, make_push, make_specs, running
+from scripted_loop import PROMPTS, SAMPLES, LocalRewards, NoMlflow, loop_config, rolled_out
+from waiting import wait_for
 
 from paravt_ray.chat import Chat
 from paravt_ray.cluster import demand
@@ -26,7 +26,6 @@ from paravt_ray.episode import Group, TrainRow
 from paravt_ray.learner import checkpoint
 from paravt_ray.learner.learner import Learner
 from paravt_ray.placement import place
-from paravt_ray.rollout import member
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir
@@ -35,20 +34,7 @@ from paravt_ray.trainer import Trainer
 from paravt_ray.turns import Turns, shared_room
 from paravt_ray.weights.push import Push
 
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(member, "GRACE_S", 0.2)
-    monkeypatch.setattr(member, "POLL_S", 0.01)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is so small that more of them only wait for each other
-    yield make_tiny_checkpoint(tmp_path_factory.mktemp("turns") / "tiny")
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_fleet", "one_thread")
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -106,7 +92,7 @@ class SharingLearner:
 PUSH = ["publish", "offload", "push", "canary", "sleep", "reload", "logprobs", "offload", "wake"]
 
 
-def test_one_side_leaves_before_the_other_comes_in_every_stage(tmp_path: Path, path: Path) -> None:
+def test_one_side_leaves_before_the_other_comes_in_every_stage(tmp_path: Path, tiny_path: Path) -> None:
     config = loop_config(tmp_path, rounds=0)
     config.cluster.colocate = True
     check_config(config)
@@ -129,7 +115,7 @@ def test_one_side_leaves_before_the_other_comes_in_every_stage(tmp_path: Path, p
         gpu.learner = False
         fleet.sleep()
         gpu.learner = True
-        trainer = Trainer(config, path, SAMPLES, run, Progress(2))
+        trainer = Trainer(config, tiny_path, SAMPLES, run, Progress(2))
         trainer.fleet, trainer.learner, trainer.rewards = fleet, SharingLearner(gpu), LocalRewards(config)  # type: ignore[assignment]
         trainer.tracker = Tracker(run, trainer.progress, NoMlflow())  # type: ignore[arg-type]
         trainer.turns = Turns(fleet, trainer.learner, shared=True)
@@ -168,12 +154,12 @@ def test_a_generator_that_dies_in_its_sleep_starts_when_the_others_wake_and_load
     with running(script, make_config()) as fleet:
         fleet.sleep()
         script.made[0].die()
-        wait_for(lambda: fleet.status()[0].restarts == 1)
-        wait_for(lambda: fleet.status()[0].state == "starting")
+        wait_for(lambda: fleet.status()[0].restarts == 1, "the restart")
+        wait_for(lambda: fleet.status()[0].state == "starting", "the start")
         fleet.sleep()  # nobody waits for it
         assert len(script.made) == 2, "it was started on a GPU that is another's"
         fleet.push_weights(make_push(5))
-        wait_for(lambda: states(fleet) == ["serving", "serving"])
+        wait_for(lambda: states(fleet) == ["serving", "serving"], "the return")
         fleet.rollout(make_specs(20))
     assert {version for fake in script.made for version in fake.served_with} == {5}
     assert [fake.index for fake in script.made] == [0, 1, 0]
@@ -185,7 +171,7 @@ def test_a_generator_that_is_just_starting_goes_to_sleep_when_it_has_started() -
     with running(script, make_config()) as fleet:
         fleet.push_weights(make_push(1))
         script.made[0].die()
-        wait_for(lambda: len(script.made) == 3)
+        wait_for(lambda: len(script.made) == 3, "the restart")
         fleet.sleep()
         assert states(fleet) == ["asleep", "asleep"]
         assert script.made[2].version == 1
@@ -209,7 +195,7 @@ def test_a_generator_that_fails_to_sleep_or_to_wake_is_replaced(turn: str, actio
         assert script.made[1].ended == (turn == "sleep"), "what does not sleep must not stay on the GPU"
         assert len(script.made) == 2
         fleet.wake()
-        wait_for(lambda: states(fleet) == ["serving", "serving"])
+        wait_for(lambda: states(fleet) == ["serving", "serving"], "the return")
         assert fleet.status()[1].restarts == 1
         assert len(fleet.rollout(make_specs(4))) == 4
 
@@ -227,11 +213,11 @@ def make_learner(path: Path, settings: dict[str, Any]) -> Learner:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_learner_that_was_away_is_what_it_was_and_goes_on(
-    path: Path, tmp_path: Path, settings: dict[str, Any]
+    tiny_path: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """To the last bit: weights, what the reference says, and the optimizer's state as a checkpoint has it."""
-    rows = learning.make_rows(Chat.from_pretrained(path))
-    learner = make_learner(path, settings)
+    rows = learning.make_rows(Chat.from_pretrained(tiny_path))
+    learner = make_learner(tiny_path, settings)
 
     def state(name: str) -> dict[str, np.ndarray]:
         out = tmp_path / name / "step_000001"
@@ -258,9 +244,9 @@ def test_a_learner_that_was_away_is_what_it_was_and_goes_on(
     [*SETTINGS, {"zero_stage": 2, "offload_optimizer": True}, {"zero_stage": 2, "lora_rank": 2}],
     ids=str,
 )
-def test_a_learner_that_is_away_leaves_the_gpu_empty(path: Path, settings: dict[str, Any]) -> None:
-    rows = learning.make_rows(Chat.from_pretrained(path))
-    learner = make_learner(path, settings)
+def test_a_learner_that_is_away_leaves_the_gpu_empty(tiny_path: Path, settings: dict[str, Any]) -> None:
+    rows = learning.make_rows(Chat.from_pretrained(tiny_path))
+    learner = make_learner(tiny_path, settings)
     learner.update(rows)
     before = torch.cuda.memory_allocated()
     learner.offload()
