@@ -15,6 +15,7 @@ from scripted_fleet import Fake, Script, make_config, make_push, make_specs, run
 from scripted_loop import PROMPTS, SAMPLES, SIZE, LocalRewards, NoMlflow, loop_config, rolled_out
 from waiting import wait_for
 
+from paravt_ray.colocation import Handover
 from paravt_ray.config import Config
 from paravt_ray.data.reader import SampleStream
 from paravt_ray.episode import Group, Rewards, TrainRow
@@ -24,7 +25,6 @@ from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir, read_metrics
 from paravt_ray.tracking.tracker import Tracker
 from paravt_ray.trainer import Trainer, TrainingError
-from paravt_ray.turns import Turns
 
 ORDER = [drawn.sample.sample_id for drawn in SampleStream(SAMPLES, seed=0).take(len(SAMPLES))]
 
@@ -95,7 +95,7 @@ def looping(config: Config, model: Path, kinds: str, resume: dict[str, Any] | No
         learner = ScriptedLearner()
         trainer.fleet, trainer.learner, trainer.rewards = fleet, learner, LocalRewards(config)  # type: ignore[assignment]
         trainer.tracker = Tracker(run, trainer.progress, NoMlflow())  # type: ignore[arg-type]
-        trainer.turns = Turns(fleet, trainer.learner, shared=False)
+        trainer.handover = Handover(fleet, trainer.learner, shared=False)
         if resume is not None:
             trainer.version = resume["step"]
             trainer.prompts.restore(resume["stream"], trainer.version)

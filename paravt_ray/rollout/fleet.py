@@ -111,7 +111,7 @@ class GeneratorFleet:
         log_dir: Path,
         start: Callable[[int], GeneratorHandle] | None = None,
         *,
-        room: PlacementGroup | None = None,
+        placement_group: PlacementGroup | None = None,
     ) -> None:
         """Nothing is started yet.
 
@@ -120,10 +120,10 @@ class GeneratorFleet:
             pool: the crop service.
             log_dir: folder for the generators' logs.
             start: makes the generator of a given index; Ray actors by default.
-            room: where each of those shares a place with a learner rank; None where they have their GPUs alone.
+            placement_group: where each of those shares a place with a learner rank; None where each has its GPUs alone.
         """
         self._config = config
-        self._start = start or (lambda index: RayGenerator(config, index, pool, log_dir, room))
+        self._start = start or (lambda index: RayGenerator(config, index, pool, log_dir, placement_group))
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="generator-fleet", daemon=True)

@@ -159,16 +159,16 @@ class Member:
         """Give up the GPU's memory, after its start where it is just starting; one that fails to is ended for it."""
         while (handle := self._handle) is not None and self.health.state is not State.ASLEEP:
             if self.health.loadable:
-                await self._turn(handle, handle.sleep, self.health.slept)
+                await self._exchange(handle, handle.sleep, self.health.slept)
             else:  # it starts, or it is being ended
                 await asyncio.sleep(POLL_S)
 
     async def wake(self) -> None:
         """Serve again with the weights that it holds; one that fails to is replaced."""
         if self._handle is not None and self.health.state is State.ASLEEP:
-            await self._turn(self._handle, self._handle.wake, self.health.awoke)
+            await self._exchange(self._handle, self._handle.wake, self.health.awoke)
 
-    async def _turn(
+    async def _exchange(
         self, handle: GeneratorHandle, ask: Callable[[], Awaitable[None]], done: Callable[[], None]
     ) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Generators and learner on the same GPUs (`cluster.colocate`): the room that they share, and whose turn it is there.
+"""Generators and learner on the same GPUs (`cluster.colocate`): their places, and how one hands them to the other.
 
 One side leaves a GPU before the other comes, in this order:
 
@@ -24,26 +24,26 @@ from paravt_ray.weights.push import Push
 
 
 @contextmanager
-def shared_room(config: Config) -> Iterator[PlacementGroup | None]:
-    """Room for generator i and learner rank i in place i, on one GPU; None where each has its own.
+def shared_placement(config: Config) -> Iterator[PlacementGroup | None]:
+    """A place for generator i and learner rank i together, on one GPU, for each i; None where each has its own.
 
     Raises:
-        PlacementError: the cluster has none.
+        PlacementError: the cluster has no room for them.
     """
     if not config.cluster.colocate:
         yield None
         return
-    room = reserve(shared_places(config), 2, "pairs of a generator and a learner rank")
+    group = reserve(shared_places(config), 2, "pairs of a generator and a learner rank")
     try:
-        yield room
+        yield group
     finally:
-        remove_placement_group(room)
+        remove_placement_group(group)
 
 
-class Turns:
-    """Whose turn it is on shared GPUs. Where they are not shared, it is always everyone's, and nothing has to be done.
+class Handover:
+    """Hands the GPUs from one side to the other. Where they are not shared, both always compute, and nothing is done.
 
-    It is the learner's turn when this is made: engines have started, and sleep. What fails is a FleetError or a
+    The learner has them when this is made: engines have started, and sleep. What fails is a FleetError or a
     LearnerError, of the side that did not go or come in time.
     """
 

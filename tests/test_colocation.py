@@ -21,6 +21,7 @@ from waiting import wait_for
 
 from paravt_ray.chat import Chat
 from paravt_ray.cluster import demand
+from paravt_ray.colocation import Handover, shared_placement
 from paravt_ray.config import Config, ConfigError, check_config, load_config
 from paravt_ray.episode import Group, TrainRow
 from paravt_ray.learner import checkpoint
@@ -31,7 +32,6 @@ from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir
 from paravt_ray.tracking.tracker import Tracker
 from paravt_ray.trainer import Trainer
-from paravt_ray.turns import Turns, shared_room
 from paravt_ray.weights.push import Push
 
 pytestmark = pytest.mark.usefixtures("quick_fleet", "one_thread")
@@ -118,7 +118,7 @@ def test_one_side_leaves_before_the_other_comes_in_every_stage(tmp_path: Path, t
         trainer = Trainer(config, tiny_path, SAMPLES, run, Progress(2))
         trainer.fleet, trainer.learner, trainer.rewards = fleet, SharingLearner(gpu), LocalRewards(config)  # type: ignore[assignment]
         trainer.tracker = Tracker(run, trainer.progress, NoMlflow())  # type: ignore[arg-type]
-        trainer.turns = Turns(fleet, trainer.learner, shared=True)
+        trainer.handover = Handover(fleet, trainer.learner, shared=True)
         trainer.push()
         trainer.step(1, [])
         trainer.step(2, [])
@@ -185,14 +185,14 @@ def fails(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("action", [fails, lambda fake: HANG if fake.life == 0 and fake.index == 1 else None])
-@pytest.mark.parametrize("turn", ["sleep", "wake"])
-def test_a_generator_that_fails_to_sleep_or_to_wake_is_replaced(turn: str, action: Callable[[Fake], Any]) -> None:
-    script = Script(group=lambda fake, spec: 0.001, **{turn: action})
+@pytest.mark.parametrize("stage", ["sleep", "wake"])
+def test_a_generator_that_fails_to_sleep_or_to_wake_is_replaced(stage: str, action: Callable[[Fake], Any]) -> None:
+    script = Script(group=lambda fake, spec: 0.001, **{stage: action})
     config = make_config()
     config.rollout.push_timeout_s = 0.05
     with running(script, config) as fleet:
         fleet.sleep()
-        assert script.made[1].ended == (turn == "sleep"), "what does not sleep must not stay on the GPU"
+        assert script.made[1].ended == (stage == "sleep"), "what does not sleep must not stay on the GPU"
         assert len(script.made) == 2
         fleet.wake()
         wait_for(lambda: states(fleet) == ["serving", "serving"], "the return")
@@ -273,9 +273,9 @@ def test_a_rank_and_its_generator_see_one_gpu_and_no_two_pairs_the_same() -> Non
     options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 << 20}
     ray.init(address="local", num_cpus=4, num_gpus=2, **options)
     try:
-        with shared_room(config) as room:
+        with shared_placement(config) as group:
             start = ray.remote(Actor).options
-            actors = [start(**place(room, index, share=0.5)).remote() for index in (0, 1, 1)]
+            actors = [start(**place(group, index, share=0.5)).remote() for index in (0, 1, 1)]
             first, second, sharer = ray.get([actor.gpus.remote() for actor in actors], timeout=60)
     finally:
         ray.shutdown()
@@ -305,7 +305,7 @@ def test_shared_gpus_are_as_many_as_the_larger_side_needs() -> None:
         (["learner.zero_stage=3", "learner.offload_optimizer=true", "learner.lora_rank=4"], r"learner\.lora_rank=0"),
     ],
 )
-def test_what_cannot_take_turns_is_one_sentence(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_what_cannot_share_gpus_is_one_sentence(tmp_path: Path, overrides: list[str], message: str) -> None:
     file = tmp_path / "shared.yaml"
     file.write_text("cluster: {colocate: true}\n")
     load_config(file)
