@@ -230,7 +230,7 @@ class Trainer:
         self.handover.to_learner()
         logprobs = self.learner.logprobs([canary_row(run) for run in runs])
         gap = check_canary(runs, logprobs, self.version, self.config.model.dtype)
-        self.fleet.agreed = runs[0]
+        self.fleet.agree(runs[0])
         self.handover.to_generators()
         return {
             "sync/seconds": time.perf_counter() - started,

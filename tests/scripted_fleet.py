@@ -28,14 +28,17 @@ class Script:
     """What the generators of one test do."""
 
     ready: Callable[[Fake], Any] = lambda fake: None
+    """Returns seconds, an event to wait for, or None for no time at all; or raises. So do those below."""
     group: Callable[[Fake, GroupSpec], Any] = lambda fake, spec: None
-    """Returns seconds, raises, or hangs (None: no time at all); a Group stands for itself."""
+    """A Group stands for itself."""
     push: Callable[[Fake, Push], Any] = lambda fake, push: None
     sleep: Callable[[Fake], Any] = lambda fake: None
     wake: Callable[[Fake], Any] = lambda fake: None
     health: Callable[[Fake], Any] = lambda fake: None
     canary: Callable[[Fake], float] = lambda fake: -1.0
     """Returns the log-prob that it gives the canary's tokens."""
+    canary_s: float = 0.0
+    """Seconds that it takes."""
     gpus: Callable[[int], tuple[str, ...]] = lambda index: ()
     made: list[Fake] = field(default_factory=list)
 
@@ -69,6 +72,9 @@ class Fake:
     async def _do(self, action: Callable[..., Any], *args: Any) -> Any:
         """Do what the script says, or find that the generator has died."""
         result = action(self, *args)
+        if isinstance(result, asyncio.Event):
+            await result.wait()
+            return None
         if self.gone.is_set():
             raise GeneratorDiedError("killed")
         if isinstance(result, (int, float)):
@@ -111,7 +117,7 @@ class Fake:
 
     async def canary(self) -> CanaryRun:
         assert not self.asleep
-        await self._do(lambda fake: None)
+        await self._do(lambda fake: self.script.canary_s)
         trajectory = Trajectory()
         trajectory.append_generated([1, 2], [self.script.canary(self)] * 2, self.version)
         return CanaryRun(trajectory, self.version, self.index)

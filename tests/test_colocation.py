@@ -5,6 +5,8 @@ Engines follow a script; the fleet, the loop and the learner are real. `test_gen
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +34,7 @@ from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir
 from paravt_ray.tracking.tracker import Tracker
 from paravt_ray.trainer import Trainer
-from paravt_ray.weights.push import Push
+from paravt_ray.weights.push import Push, WeightError
 
 pytestmark = pytest.mark.usefixtures("quick_fleet", "one_thread")
 
@@ -165,6 +167,46 @@ def test_a_generator_that_dies_in_its_sleep_starts_when_the_others_wake_and_load
     assert [fake.index for fake in script.made] == [0, 1, 0]
 
 
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_generator_that_starts_too_late_for_the_canary_makes_it_before_it_takes_work(asleep: bool) -> None:
+    """It died in its sleep and starts while the others make theirs; awake or asleep, it misses the learner's verdict.
+
+    Its first successor does not hold the weights, the second one does.
+    """
+    others_are_done = asyncio.Event()
+
+    def canary(fake: Fake) -> float:
+        if fake.version == 5:
+            others_are_done.set()
+        return -2.0 if fake.life == 1 else -1.0
+
+    def ready(fake: Fake) -> asyncio.Event | None:
+        return others_are_done if fake.life == 1 else None
+
+    script = Script(ready=ready, canary=canary, canary_s=0.05, group=lambda fake, spec: 0.002)
+    with running(script, make_config()) as fleet:
+        fleet.push_weights(make_push(4))
+        fleet.agree(fleet.canary()[0])
+        fleet.sleep()
+        script.made[0].die()
+        wait_for(lambda: fleet.status()[0].restarts == 1, "the restart")
+        fleet.push_weights(make_push(5))
+        (run,) = fleet.canary()
+        if asleep:
+            fleet.sleep()
+            assert states(fleet) == ["asleep", "asleep"]
+        else:
+            wait_for(lambda: states(fleet) == ["serving", "serving"], "the return")
+        fleet.agree(run)
+        batch = fleet.submit(make_specs(8))
+        fleet.wake()
+        assert len(batch.all()) == 8
+        wait_for(lambda: states(fleet) == ["serving", "serving"], "the second return")
+        fleet.rollout(make_specs(20))
+    lives = [fake for fake in script.made if fake.index == 0]
+    assert [(fake.version, bool(fake.groups)) for fake in lives] == [(4, False), (5, False), (5, True)]
+
+
 def test_a_generator_that_is_just_starting_goes_to_sleep_when_it_has_started() -> None:
     """Half started it would hold the GPU's memory."""
     script = Script(ready=lambda fake: 0.2 * fake.life, group=lambda fake, spec: 0.001)
@@ -177,6 +219,34 @@ def test_a_generator_that_is_just_starting_goes_to_sleep_when_it_has_started() -
         assert script.made[2].version == 1
         fleet.wake()
         assert len(fleet.rollout(make_specs(4))) == 4
+
+
+@pytest.mark.parametrize("state", ["starting", "needs_weights"])
+def test_a_generator_that_finds_no_weights_does_not_hold_up_those_who_go_to_sleep(state: str) -> None:
+    """It would wait for a push, and the driver, before it pushes, for it; it is ended, and starts when they wake."""
+    others_sleep = asyncio.Event()
+
+    def push(fake: Fake, push: Push) -> None:
+        if fake.life == 1:
+            raise WeightError("can no longer be read")
+
+    def ready(fake: Fake) -> asyncio.Event | None:
+        return others_sleep if fake.life == 1 and state == "starting" else None
+
+    script = Script(ready=ready, push=push, sleep=lambda fake: others_sleep.set())
+    config = make_config()
+    config.rollout.start_timeout_s = 20.0
+    with running(script, config) as fleet:
+        fleet.push_weights(make_push(1))
+        script.made[0].die()
+        wait_for(lambda: len(script.made) == 3 and states(fleet)[0] == state, "the restart")
+        started = time.monotonic()
+        fleet.sleep()
+        assert time.monotonic() - started < 10.0
+        assert len(script.made) == 3 and script.made[2].ended
+        fleet.wake()
+        wait_for(lambda: states(fleet) == ["serving", "serving"], "the return")
+        assert script.made[3].version == 1
 
 
 def fails(fake: Fake) -> None:

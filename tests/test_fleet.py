@@ -347,7 +347,7 @@ def test_a_restarted_generator_that_does_not_hold_the_weights_never_serves() -> 
     script = Script(canary=lambda fake: -2.0 if fake.life == 1 else -1.0, group=lambda fake, spec: 0.002)
     with running(script, make_config(generators=1)) as fleet:
         fleet.push_weights(make_push(1))
-        (fleet.agreed,) = fleet.canary()
+        fleet.agree(*fleet.canary())
         script.made[0].die()
         assert len(fleet.rollout(make_specs(3))) == 3
         assert fleet.status()[0].restarts == 2
