@@ -11,7 +11,7 @@ A sleeping engine keeps its weights in the CPU's memory (vLLM's sleep level 1), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -40,6 +40,26 @@ def shared_placement(config: Config) -> Iterator[PlacementGroup | None]:
         remove_placement_group(group)
 
 
+@contextmanager
+def started(fleet: GeneratorFleet, start_learner: Callable[[], LearnerGroup], shared: bool) -> Iterator[Handover]:
+    """Start both sides, at the same time or, on the same GPUs, one after the other; leaving ends them.
+
+    Args:
+        fleet: not entered yet.
+        start_learner: starts it and waits for it.
+        shared: whether they are on the same GPUs.
+
+    Raises:
+        FleetError: the generators did not start or go to sleep.
+        LearnerError: the learner did not start.
+    """
+    with fleet:
+        if shared:
+            fleet.sleep()  # the learner starts on GPUs that they have left, as they started on empty ones
+        with start_learner() as learner:
+            yield Handover(fleet, learner, shared)
+
+
 class Handover:
     """Hands the GPUs from one side to the other. Where they are not shared, both always compute, and nothing is done.
 
@@ -49,19 +69,19 @@ class Handover:
 
     def __init__(self, fleet: GeneratorFleet, learner: LearnerGroup, shared: bool) -> None:
         """`shared`: whether generators and learner are on the same GPUs."""
-        self._fleet, self._learner, self._shared = fleet, learner, shared
+        self.fleet, self.learner, self._shared = fleet, learner, shared
 
     def to_learner(self) -> None:
         """Let the learner compute; no group may be under way."""
         if self._shared:
-            self._fleet.sleep()
-            self._learner.reload()
+            self.fleet.sleep()
+            self.learner.reload()
 
     def to_generators(self, push: Push | None = None) -> None:
         """Let generators sample, with the weights of `push` where it is given, else with those that they hold."""
         if self._shared:
-            self._learner.offload()
+            self.learner.offload()
         if push is not None:
-            self._fleet.push_weights(push)  # wakes those that sleep
+            self.fleet.push_weights(push)  # wakes those that sleep
         elif self._shared:
-            self._fleet.wake()
+            self.fleet.wake()

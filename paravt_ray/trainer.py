@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from paravt_ray.chat import Chat
 from paravt_ray.cluster import connected
-from paravt_ray.colocation import Handover, shared_placement
+from paravt_ray.colocation import shared_placement, started
 from paravt_ray.config import Config, model_directory
 from paravt_ray.data.reader import read_samples
 from paravt_ray.doctor import check_resources
@@ -106,13 +107,10 @@ class Trainer:
             stack.callback(self.pool.close)
             group = stack.enter_context(shared_placement(self.config))
             fleet = GeneratorFleet(self.config, self.pool, self.run_dir.logs, placement_group=group)
-            self.fleet = stack.enter_context(fleet)
-            if group:
-                self.fleet.sleep()  # the learner starts on the GPUs that they have left
             checkpoint = self.resume.checkpoint if self.resume else None
-            learner = LearnerGroup(self.config, self.model, resume=checkpoint, placement_group=group)
-            self.learner = stack.enter_context(learner)
-            self.handover = Handover(self.fleet, self.learner, shared=group is not None)
+            learner = partial(LearnerGroup, self.config, self.model, resume=checkpoint, placement_group=group)
+            self.handover = stack.enter_context(started(fleet, learner, shared=group is not None))
+            self.fleet, self.learner = self.handover.fleet, self.handover.learner
             self.rewards = RewardPool(self.config)
             stack.callback(self.rewards.close)
             self.push()

@@ -154,9 +154,13 @@ def make_push(version: int) -> Push:
     return Push(version, "", "/nowhere", 0, "", ())
 
 
+def make_fleet(script: Script, config: Config) -> GeneratorFleet:
+    return GeneratorFleet(config, None, Path(), script.start)  # type: ignore[arg-type]  # no crop service
+
+
 @contextmanager
 def running(script: Script, config: Config) -> Iterator[GeneratorFleet]:
-    with GeneratorFleet(config, None, Path(), script.start) as fleet:  # type: ignore[arg-type]  # no crop service
+    with make_fleet(script, config) as fleet:
         yield fleet
     assert all(fake.ended for fake in script.made)
     assert not [thread for thread in threading.enumerate() if thread.name == "generator-fleet"]

@@ -6,11 +6,16 @@ from pathlib import Path
 
 from scripted_fleet import make_config
 
+from paravt_ray.colocation import Handover
 from paravt_ray.config import Config
 from paravt_ray.episode import Episode, Group, Sample, Trajectory, TurnRecord
+from paravt_ray.evaluation.heldout import in_process
 from paravt_ray.parsing import parse_turn
 from paravt_ray.rewards import score_episode
+from paravt_ray.rewards.outcomes import Outcome
 from paravt_ray.rollout.spec import GroupSpec
+from paravt_ray.tracking.tracker import Tracker
+from paravt_ray.trainer import Trainer
 
 SAMPLES = [Sample(f"s{number}", "Which one?", (), "B", "mcq") for number in range(60)]
 PROMPTS, SIZE = 3, 4
@@ -43,6 +48,9 @@ class LocalRewards:
         for episode in (episode for group in groups for episode in group.episodes):
             episode.rewards = score_episode(episode, self.config)
 
+    def score(self, episodes: list[Episode]) -> list[Outcome]:
+        return in_process(self.config)(episodes)
+
     def judge_metrics(self) -> dict[str, float]:
         return {}
 
@@ -50,6 +58,13 @@ class LocalRewards:
 class NoMlflow:
     def problem(self) -> str:
         return ""
+
+
+def equip(trainer: Trainer, handover: Handover) -> None:
+    """Give a trainer its actors, without Ray and MLflow."""
+    trainer.handover, trainer.fleet, trainer.learner = handover, handover.fleet, handover.learner
+    trainer.rewards = LocalRewards(trainer.config)  # type: ignore[assignment]
+    trainer.tracker = Tracker(trainer.run_dir, trainer.progress, NoMlflow())  # type: ignore[arg-type]
 
 
 def loop_config(folder: Path, rounds: int, staleness: int = 0) -> Config:

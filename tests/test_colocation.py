@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ import numpy as np
 import pytest
 import ray
 import torch
-from scripted_fleet import HANG, Fake, Script, make_config, make_push, make_specs, running
-from scripted_loop import PROMPTS, SAMPLES, LocalRewards, NoMlflow, loop_config, rolled_out
+from scripted_fleet import HANG, Fake, Script, make_config, make_fleet, make_push, make_specs, running
+from scripted_loop import SAMPLES, equip, loop_config, rolled_out
 from waiting import wait_for
 
 from paravt_ray.chat import Chat
 from paravt_ray.cluster import demand
-from paravt_ray.colocation import Handover, shared_placement
+from paravt_ray.colocation import shared_placement, started
 from paravt_ray.config import Config, ConfigError, check_config, load_config
 from paravt_ray.episode import Group, TrainRow
 from paravt_ray.learner import checkpoint
@@ -32,7 +33,6 @@ from paravt_ray.placement import place
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir
-from paravt_ray.tracking.tracker import Tracker
 from paravt_ray.trainer import Trainer
 from paravt_ray.weights.push import Push, WeightError
 
@@ -48,8 +48,8 @@ class Gpu:
 
     fakes: list[Fake]
     done: list[str] = field(default_factory=list)
-    learner: bool = True
-    """Whether the learner is on it: it starts there."""
+    learner: bool = False
+    """Whether the learner is on it."""
     crowded: list[str] = field(default_factory=list)
 
     def note(self, what: str, by_learner: bool) -> None:
@@ -66,6 +66,14 @@ class SharingLearner:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
+        self._gpu.note("start", by_learner=True)
+        self._gpu.learner = True
+
+    def __enter__(self) -> SharingLearner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def offload(self) -> None:
         self._gpu.note("offload", by_learner=True)
@@ -95,14 +103,15 @@ PUSH = ["publish", "offload", "push", "canary", "sleep", "reload", "logprobs", "
 
 
 def test_one_side_leaves_before_the_other_comes_in_every_stage(tmp_path: Path, tiny_path: Path) -> None:
+    """From the start to the end, with an evaluation before the first step and one after the last."""
     config = loop_config(tmp_path, rounds=0)
-    config.cluster.colocate = True
+    config.cluster.colocate, config.trainer.steps = True, 2
     check_config(config)
     script = Script()
     gpu = Gpu(script.made)
 
     def group(fake: Fake, spec: GroupSpec) -> Group:
-        gpu.note("rollout", by_learner=False)
+        gpu.note("evaluate" if spec.group_id.startswith("eval/") else "rollout", by_learner=False)
         return rolled_out(spec, "m", fake.version)
 
     def canary(fake: Fake) -> float:
@@ -113,22 +122,16 @@ def test_one_side_leaves_before_the_other_comes_in_every_stage(tmp_path: Path, t
     script.push = lambda fake, push: gpu.note("push", by_learner=False)
     script.sleep = lambda fake: gpu.note("sleep", by_learner=False)
     script.wake = lambda fake: gpu.note("wake", by_learner=False)
-    with RunDir(config) as run, running(script, config) as fleet:
-        gpu.learner = False
-        fleet.sleep()
-        gpu.learner = True
+    fleet, learner = make_fleet(script, config), partial(SharingLearner, gpu)
+    with RunDir(config) as run, started(fleet, learner, shared=True) as handover:  # type: ignore[arg-type]
         trainer = Trainer(config, tiny_path, SAMPLES, run, Progress(2))
-        trainer.fleet, trainer.learner, trainer.rewards = fleet, SharingLearner(gpu), LocalRewards(config)  # type: ignore[assignment]
-        trainer.tracker = Tracker(run, trainer.progress, NoMlflow())  # type: ignore[arg-type]
-        trainer.handover = Handover(fleet, trainer.learner, shared=True)
+        equip(trainer, handover)
         trainer.push()
-        trainer.step(1, [])
-        trainer.step(2, [])
-    step = ["rollout", "sleep", "reload", "update", *PUSH, "sleep", "reload", "save", "offload", "wake"]
-    assert gpu.done == ["sleep", *PUSH, *step, *step]
+        trainer.run(SAMPLES[:1])
+    train, save = ["rollout", "sleep", "reload", "update", *PUSH], ["sleep", "reload", "save", "offload", "wake"]
+    assert gpu.done == ["sleep", "start", *PUSH, "evaluate", *train, *save, *train, "evaluate", *save]
     assert gpu.crowded == []
-    assert {version for fake in script.made for version in fake.served_with} == {0, 1}
-    assert sum(len(fake.groups) for fake in script.made) == 2 * PROMPTS
+    assert sorted(version for fake in script.made for version in fake.served_with) == [0, 0, 0, 0, 1, 1, 1, 2]
 
 
 # ---- the fleet -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from scripted_fleet import Fake, Script, make_config, make_push, make_specs, running
-from scripted_loop import PROMPTS, SAMPLES, SIZE, LocalRewards, NoMlflow, loop_config, rolled_out
+from scripted_loop import PROMPTS, SAMPLES, SIZE, equip, loop_config, rolled_out
 from waiting import wait_for
 
 from paravt_ray.colocation import Handover
@@ -23,7 +23,6 @@ from paravt_ray.learner.rows import has_signal
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir, read_metrics
-from paravt_ray.tracking.tracker import Tracker
 from paravt_ray.trainer import Trainer, TrainingError
 
 ORDER = [drawn.sample.sample_id for drawn in SampleStream(SAMPLES, seed=0).take(len(SAMPLES))]
@@ -93,9 +92,7 @@ def looping(config: Config, model: Path, kinds: str, resume: dict[str, Any] | No
     with RunDir(config) as run, running(Script(group=group), config) as fleet:
         trainer = ScriptedTrainer(config, model, SAMPLES, run, Progress(config.trainer.steps))
         learner = ScriptedLearner()
-        trainer.fleet, trainer.learner, trainer.rewards = fleet, learner, LocalRewards(config)  # type: ignore[assignment]
-        trainer.tracker = Tracker(run, trainer.progress, NoMlflow())  # type: ignore[arg-type]
-        trainer.handover = Handover(fleet, trainer.learner, shared=False)
+        equip(trainer, Handover(fleet, learner, shared=False))  # type: ignore[arg-type]
         if resume is not None:
             trainer.version = resume["step"]
             trainer.prompts.restore(resume["stream"], trainer.version)
