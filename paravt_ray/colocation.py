@@ -33,7 +33,8 @@ def shared_placement(config: Config) -> Iterator[PlacementGroup | None]:
     if not config.cluster.colocate:
         yield None
         return
-    group = reserve(shared_places(config), 2, "pairs of a generator and a learner rank")
+    lower = "rollout.generators and learner.ranks, the larger of which counts,"
+    group = reserve(shared_places(config), 2, "pairs of a generator and a learner rank", lower)
     try:
         yield group
     finally:

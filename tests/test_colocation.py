@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from scripted_fleet import HANG, Fake, Script, make_config, make_fleet, make_pus
 from scripted_loop import SAMPLES, equip, loop_config, rolled_out
 from waiting import wait_for
 
+from paravt_ray import placement
 from paravt_ray.chat import Chat
 from paravt_ray.cluster import demand
 from paravt_ray.colocation import shared_placement, started
@@ -29,7 +30,7 @@ from paravt_ray.config import Config, ConfigError, check_config, load_config
 from paravt_ray.episode import Group, TrainRow
 from paravt_ray.learner import checkpoint
 from paravt_ray.learner.learner import Learner
-from paravt_ray.placement import place
+from paravt_ray.placement import PlacementError, place
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir
@@ -333,8 +334,16 @@ def test_a_learner_that_is_away_leaves_the_gpu_empty(tiny_path: Path, settings: 
 # ---- placement and configuration -------------------------------------------------------------------------------------
 
 
-def test_a_rank_and_its_generator_see_one_gpu_and_no_two_pairs_the_same() -> None:
-    """Ray hands out GPUs by number, whether they are there or not."""
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[None]:
+    """A cluster that has them by its own account: Ray hands them out by number, whether they are there or not."""
+    options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 << 20}
+    ray.init(address="local", num_cpus=4, num_gpus=2, **options)
+    yield
+    ray.shutdown()
+
+
+def test_a_rank_and_its_generator_see_one_gpu_and_no_two_pairs_the_same(two_gpus: None) -> None:
 
     class Actor:
         def gpus(self) -> list[str]:
@@ -343,17 +352,28 @@ def test_a_rank_and_its_generator_see_one_gpu_and_no_two_pairs_the_same() -> Non
 
     config = Config()
     config.cluster.colocate, config.rollout.generators, config.learner.ranks = True, 1, 2
-    options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 << 20}
-    ray.init(address="local", num_cpus=4, num_gpus=2, **options)
-    try:
-        with shared_placement(config) as group:
-            start = ray.remote(Actor).options
-            actors = [start(**place(group, index, share=0.5)).remote() for index in (0, 1, 1)]
-            first, second, sharer = ray.get([actor.gpus.remote() for actor in actors], timeout=60)
-    finally:
-        ray.shutdown()
+    with shared_placement(config) as group:
+        start = ray.remote(Actor).options
+        actors = [start(**place(group, index, share=0.5)).remote() for index in (0, 1, 1)]
+        first, second, sharer = ray.get([actor.gpus.remote() for actor in actors], timeout=60)
     assert sorted((first, second)) == [["0"], ["1"]]
     assert sharer == second
+
+
+def test_a_cluster_without_room_for_all_pairs_is_told_what_decides_their_number(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more generators than ranks, fewer ranks need no less."""
+    monkeypatch.setattr(placement, "PLACEMENT_TIMEOUT_S", 0.5)
+    config = Config()
+    config.cluster.colocate, config.rollout.generators, config.learner.ranks = True, 8, 4
+    with (
+        pytest.raises(
+            PlacementError, match=r"no room for 8 pairs.*Lower rollout\.generators and learner\.ranks, the larger"
+        ),
+        shared_placement(config),
+    ):
+        pass
 
 
 def test_shared_gpus_are_as_many_as_the_larger_side_needs() -> None:

@@ -98,7 +98,7 @@ class LearnerGroup:
         schedule = supervised or LrSchedule.of_training(config)
         reference = model_path if config.algorithm.kl_coefficient > 0 and supervised is None else None
         log.info("%s", schedule.describe())
-        self._own_placement = None if placement_group else reserve(self._ranks, 1, "learner ranks")
+        self._own_placement = None if placement_group else reserve(self._ranks, 1, "learner ranks", "learner.ranks")
         self._actors: list[Any] = []
         try:
             self._actors = [self._start_actor(rank, placement_group) for rank in range(self._ranks)]
