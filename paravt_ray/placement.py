@@ -19,10 +19,10 @@ class PlacementError(UserError):
     """The cluster has no room for what is to be started together."""
 
 
-def reserve(count: int, cpus: int, what: str) -> PlacementGroup:
+def reserve(count: int, cpus: int, what: str, lower: str) -> PlacementGroup:
     """Hold room for `count` of something, each with `cpus` CPUs and, where the cluster has GPUs, one GPU.
 
-    Give it back with `remove_placement_group`.
+    Give it back with `remove_placement_group`. `lower` names the keys that the count comes from, for the error.
 
     Raises:
         PlacementError: there is none.
@@ -35,7 +35,7 @@ def reserve(count: int, cpus: int, what: str) -> PlacementGroup:
         have = {name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", "GPU")}
         raise PlacementError(
             f"The cluster found no room for {count} {what} within {PLACEMENT_TIMEOUT_S:.0f} s: each needs {needs}, the "
-            f"cluster has {have} in all. Lower learner.ranks or add nodes."
+            f"cluster has {have} in all. Lower {lower} or add nodes."
         )
     return group
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from paravt_ray.chat import Chat
 from paravt_ray.cluster import connected
+from paravt_ray.colocation import shared_placement, started
 from paravt_ray.config import Config, model_directory
 from paravt_ray.data.reader import read_samples
 from paravt_ray.doctor import check_resources
@@ -30,7 +32,6 @@ from paravt_ray.tracking.mlflow_log import MlflowLogger
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir, read_metrics
 from paravt_ray.tracking.tracker import Tracker
-from paravt_ray.turns import Turns, shared_room
 
 
 class TrainingError(UserError):
@@ -104,13 +105,12 @@ class Trainer:
             self.progress.stage("starting the engines and the learner", "30 to 60 s")
             self.pool = crop_pool(self.config, self.chat.patch_factor)
             stack.callback(self.pool.close)
-            room = stack.enter_context(shared_room(self.config))
-            self.fleet = stack.enter_context(GeneratorFleet(self.config, self.pool, self.run_dir.logs, room=room))
-            if room:
-                self.fleet.sleep()  # the learner starts on the GPUs that they have left
+            group = stack.enter_context(shared_placement(self.config))
+            fleet = GeneratorFleet(self.config, self.pool, self.run_dir.logs, placement_group=group)
             checkpoint = self.resume.checkpoint if self.resume else None
-            self.learner = stack.enter_context(LearnerGroup(self.config, self.model, resume=checkpoint, room=room))
-            self.turns = Turns(self.fleet, self.learner, shared=room is not None)
+            learner = partial(LearnerGroup, self.config, self.model, resume=checkpoint, placement_group=group)
+            self.handover = stack.enter_context(started(fleet, learner, shared=group is not None))
+            self.fleet, self.learner = self.handover.fleet, self.handover.learner
             self.rewards = RewardPool(self.config)
             stack.callback(self.rewards.close)
             self.push()
@@ -148,7 +148,7 @@ class Trainer:
 
         # 3. Rewards become advantages, per group and per token; the learner takes its optimizer steps.
         with self.stage("train"):
-            self.turns.to_learner()
+            self.handover.to_learner()
             rows = build_rows(chosen, self.config)
             if self.config.algorithm.kl_coefficient > 0 and self.config.algorithm.kl_placement == "reward":
                 self.learner.add_reference_logprobs(rows)
@@ -223,13 +223,13 @@ class Trainer:
         """
         started = time.perf_counter()
         push = self.learner.publish(self.version)
-        self.turns.to_generators(push)
+        self.handover.to_generators(push)
         runs = self.fleet.canary()
-        self.turns.to_learner()
+        self.handover.to_learner()
         logprobs = self.learner.logprobs([canary_row(run) for run in runs])
         gap = check_canary(runs, logprobs, self.version, self.config.model.dtype)
-        self.fleet.agreed = runs[0]
-        self.turns.to_generators()
+        self.fleet.agree(runs[0])
+        self.handover.to_generators()
         return {
             "sync/seconds": time.perf_counter() - started,
             "sync/bytes": float(push.nbytes),
@@ -251,9 +251,9 @@ class Trainer:
         """Write a checkpoint from which `trainer.resume=auto` goes on, with the prompts that no step has consumed."""
         with self.stage("checkpoint"):
             state = self.origin.state(step, stream=self.prompts.state())
-            self.turns.to_learner()
+            self.handover.to_learner()
             self.learner.save(self.run_dir.checkpoint(step), state, self.config.trainer.keep_checkpoints)
-            self.turns.to_generators()
+            self.handover.to_generators()
 
     @contextmanager
     def stage(self, name: str, hint: str = "") -> Iterator[None]:

@@ -85,6 +85,17 @@ def tiny_rows(tiny_chat: Chat) -> list[TrainRow]:
     return make_rows(tiny_chat)
 
 
+@pytest.fixture
+def quick_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet whose patience fits generators that answer at once."""
+    from paravt_ray.rollout import member
+
+    monkeypatch.setattr(member, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(member, "SUSPECT_S", 0.1)
+    monkeypatch.setattr(member, "GRACE_S", 0.2)
+    monkeypatch.setattr(member, "POLL_S", 0.01)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """torch with a single thread: the tiny model is so small that more of them only wait for each other."""

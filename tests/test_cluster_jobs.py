@@ -35,7 +35,7 @@ SMALL = (
     "trainer.save_every=0",
     "tools.workers=1",
 )
-TURNS = ("cluster.colocate=true", "learner.zero_stage=2")
+COLOCATED = ("cluster.colocate=true", "learner.zero_stage=2")
 
 
 class Checkout:
@@ -161,9 +161,9 @@ def test_without_the_token_nothing_is_answered(checkout: Checkout) -> None:
 
 @pytest.mark.slow
 def test_a_job_trains_and_ends_with_its_exit_code(checkout: Checkout, data: Path, tmp_path: Path) -> None:
-    """With frames as a video, and engine and learner taking turns: what other whole runs do not have."""
+    """With frames as a video, and engine and learner sharing GPUs: what other whole runs do not have."""
     run = tmp_path / "run"
-    code, output = checkout.make("submit", *job(data, run, "model.frames_as=video", *TURNS))
+    code, output = checkout.make("submit", *job(data, run, "model.frames_as=video", *COLOCATED))
     assert code == 0, output
     assert "Held-out questions" in output, "the job's own output is shown"
     start, *steps = read_metrics(run / "metrics.jsonl")

@@ -11,41 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_fleet import Fake, Script, make_config, make_push, make_specs, running, wait_for
+from scripted_fleet import Fake, Script, make_config, make_push, make_specs, running
+from scripted_loop import PROMPTS, SAMPLES, SIZE, equip, loop_config, rolled_out
+from waiting import wait_for
 
+from paravt_ray.colocation import Handover
 from paravt_ray.config import Config
 from paravt_ray.data.reader import SampleStream
-from paravt_ray.episode import Episode, Group, Rewards, Sample, TrainRow, Trajectory, TurnRecord
+from paravt_ray.episode import Group, Rewards, TrainRow
 from paravt_ray.learner.rows import has_signal
-from paravt_ray.parsing import parse_turn
-from paravt_ray.rewards import score_episode
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir, read_metrics
-from paravt_ray.tracking.tracker import Tracker
 from paravt_ray.trainer import Trainer, TrainingError
-from paravt_ray.turns import Turns
 
-SAMPLES = [Sample(f"s{number}", "Which one?", (), "B", "mcq") for number in range(60)]
 ORDER = [drawn.sample.sample_id for drawn in SampleStream(SAMPLES, seed=0).take(len(SAMPLES))]
-PROMPTS, SIZE = 3, 4
-
-
-def rolled_out(spec: GroupSpec, kind: str, version: int) -> Group:
-    """The group of a prompt. m: half of its answers are right; r: all are; l: all rollouts but one are lost; g: all."""
-    episodes = []
-    for index in range({"l": 1, "g": 0}.get(kind, spec.group_size)):
-        right = kind != "m" or index % 2 == 0
-        turn = parse_turn(f"So it is.\n</think>\n<answer>{'B' if right else 'C'}</answer>", think_prefilled=True)
-        trajectory = Trajectory()
-        trajectory.append_prompt([1, 2, 3], [1, 2, 3], [])
-        trajectory.append_generated([4, 5, 6], [-0.1] * 3, version)
-        record = TurnRecord(turn, 3, 6, "stop")
-        episodes.append(
-            Episode(spec.sample, spec.group_id, index, spec.frame_budget, trajectory, [record], [], True, "answered")
-        )
-    failures = ["engine: no answer"] * (spec.group_size - len(episodes))
-    return Group(spec.group_id, spec.sample, spec.frame_budget, episodes, failures)
 
 
 @dataclass
@@ -62,25 +42,6 @@ class ScriptedLearner:
 
     def save(self, path: Path, state: dict[str, Any], keep: int) -> None:
         self.states[state["step"]] = json.loads(json.dumps(state))
-
-
-class LocalRewards:
-    """Scores in this process."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def score_groups(self, groups: list[Group]) -> None:
-        for episode in (episode for group in groups for episode in group.episodes):
-            episode.rewards = score_episode(episode, self.config)
-
-    def judge_metrics(self) -> dict[str, float]:
-        return {}
-
-
-class NoMlflow:
-    def problem(self) -> str:
-        return ""
 
 
 class ScriptedTrainer(Trainer):
@@ -121,15 +82,6 @@ class Loop:
         return [len(batch) for batch in self.learner.batches]
 
 
-def loop_config(folder: Path, rounds: int, staleness: int = 0) -> Config:
-    config = make_config(generators=2, concurrency=SIZE)
-    config.rollout.prompts_per_step, config.rollout.group_size = PROMPTS, SIZE
-    config.rollout.dynamic_sampling, config.rollout.staleness = rounds, staleness
-    config.algorithm.kl_coefficient, config.trainer.save_every, config.trainer.steps = 0.0, 1, 5
-    config.trainer.run_dir = str(folder / "run")
-    return config
-
-
 @contextmanager
 def looping(config: Config, model: Path, kinds: str, resume: dict[str, Any] | None = None) -> Iterator[Loop]:
     def group(fake: Fake, spec: GroupSpec) -> Group:
@@ -140,9 +92,7 @@ def looping(config: Config, model: Path, kinds: str, resume: dict[str, Any] | No
     with RunDir(config) as run, running(Script(group=group), config) as fleet:
         trainer = ScriptedTrainer(config, model, SAMPLES, run, Progress(config.trainer.steps))
         learner = ScriptedLearner()
-        trainer.fleet, trainer.learner, trainer.rewards = fleet, learner, LocalRewards(config)  # type: ignore[assignment]
-        trainer.tracker = Tracker(run, trainer.progress, NoMlflow())  # type: ignore[arg-type]
-        trainer.turns = Turns(fleet, trainer.learner, shared=False)
+        equip(trainer, Handover(fleet, learner, shared=False))  # type: ignore[arg-type]
         if resume is not None:
             trainer.version = resume["step"]
             trainer.prompts.restore(resume["stream"], trainer.version)
@@ -274,7 +224,7 @@ def test_prompts_in_place_of_others_do_not_wait_for_those_asked_ahead() -> None:
     with running(script, make_config(generators=1, concurrency=4)) as fleet:
         fleet.wait_started()
         ahead = fleet.submit(make_specs(4))
-        wait_for(lambda: bool(script.made[0].groups))
+        wait_for(lambda: script.made[0].groups, "the first group")
         further = [replace(spec, group_id=f"further/{spec.group_id}") for spec in make_specs(2)]
         assert [group.group_id for group in fleet.submit(further, first=True).all()] == ["further/g0", "further/g1"]
         assert len(ahead.all()) == 4

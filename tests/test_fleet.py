@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_fleet import HANG, Fake, Script, make_config, make_push, make_specs, running
+from waiting import wait_for
 
-from paravt_ray.config import Config
-from paravt_ray.episode import Group, Sample, Trajectory
+from paravt_ray.episode import Group
 from paravt_ray.rollout import member
-from paravt_ray.rollout.canary import CanaryRun
 from paravt_ray.rollout.engine import EngineError
 from paravt_ray.rollout.fleet import FleetError, GeneratorFleet
-from paravt_ray.rollout.generator import GeneratorInfo
-from paravt_ray.rollout.handle import GeneratorDiedError
 from paravt_ray.rollout.health import Health, IllegalTransitionError, State
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.weights.push import Push, WeightError
+
+pytestmark = pytest.mark.usefixtures("quick_fleet")
 
 # ---- health: a fake clock and nothing else ---------------------------------------------------------------------------
 
@@ -142,156 +139,6 @@ def test_whatever_happens_only_current_weights_serve(events: list[str]) -> None:
 # ---- the fleet -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Script:
-    """What the generators of one test do."""
-
-    ready: Callable[[Fake], Any] = lambda fake: None
-    group: Callable[[Fake, GroupSpec], Any] = lambda fake, spec: None
-    """Returns seconds, raises, or hangs (None: no time at all); a Group stands for itself."""
-    push: Callable[[Fake, Push], Any] = lambda fake, push: None
-    sleep: Callable[[Fake], Any] = lambda fake: None
-    wake: Callable[[Fake], Any] = lambda fake: None
-    health: Callable[[Fake], Any] = lambda fake: None
-    canary: Callable[[Fake], float] = lambda fake: -1.0
-    """Returns the log-prob that it gives the canary's tokens."""
-    gpus: Callable[[int], tuple[str, ...]] = lambda index: ()
-    made: list[Fake] = field(default_factory=list)
-
-    def start(self, index: int) -> Fake:
-        life = sum(fake.index == index for fake in self.made)
-        fake = Fake(self, index, life)
-        self.made.append(fake)
-        return fake
-
-
-@dataclass
-class Fake:
-    """One life of one generator."""
-
-    script: Script
-    index: int
-    life: int
-    version: int = 0
-    episodes: int = 0
-    most_episodes: int = 0
-    groups: list[str] = field(default_factory=list)
-    served_with: list[int] = field(default_factory=list)
-    asleep: bool = False
-    ended: bool = False
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def die(self) -> None:
-        """As by SIGKILL: whoever waits for an answer learns of it."""
-        self.gone.set()
-
-    async def _do(self, action: Callable[..., Any], *args: Any) -> Any:
-        """Do what the script says, or find that the generator has died."""
-        result = action(self, *args)
-        if self.gone.is_set():
-            raise GeneratorDiedError("killed")
-        if isinstance(result, (int, float)):
-            try:
-                async with asyncio.timeout(result):
-                    await self.gone.wait()
-            except TimeoutError:
-                return None
-            raise GeneratorDiedError("killed")
-        return result
-
-    async def ready(self) -> GeneratorInfo:
-        await self._do(self.script.ready)
-        return GeneratorInfo(self.index, "here", "node", 1, self.script.gpus(self.index), self.version)
-
-    async def rollout_group(self, spec: GroupSpec) -> Group:
-        assert not self.ended and not self.asleep
-        self.groups.append(spec.group_id)
-        self.served_with.append(self.version)
-        self.episodes += spec.group_size
-        self.most_episodes = max(self.most_episodes, self.episodes)
-        try:
-            result = await self._do(self.script.group, spec)
-        finally:
-            self.episodes -= spec.group_size
-        return result or Group(spec.group_id, spec.sample, spec.frame_budget, [])
-
-    async def update_weights(self, push: Push) -> int:
-        await self._do(self.script.push, push)
-        self.version, self.asleep = push.version, False
-        return push.version
-
-    async def sleep(self) -> None:
-        await self._do(self.script.sleep)
-        self.asleep = True
-
-    async def wake(self) -> None:
-        await self._do(self.script.wake)
-        self.asleep = False
-
-    async def canary(self) -> CanaryRun:
-        assert not self.asleep
-        await self._do(lambda fake: None)
-        trajectory = Trajectory()
-        trajectory.append_generated([1, 2], [self.script.canary(self)] * 2, self.version)
-        return CanaryRun(trajectory, self.version, self.index)
-
-    async def health(self, timeout_s: float) -> int:
-        await self._do(self.script.health)
-        return self.version
-
-    async def shutdown(self) -> None:
-        self.ended = True
-
-    def kill(self) -> None:
-        self.ended = True
-        self.die()
-
-
-HANG = 3600.0
-
-
-def make_config(generators: int = 2, concurrency: int = 8, max_restarts: int = 3) -> Config:
-    config = Config()
-    config.rollout.generators = generators
-    config.rollout.concurrency = concurrency
-    config.rollout.max_restarts = max_restarts
-    config.rollout.episode_timeout_s = 30.0
-    config.rollout.start_timeout_s = 5.0
-    config.rollout.push_timeout_s = 5.0
-    return config
-
-
-def make_specs(count: int, size: int = 4) -> list[GroupSpec]:
-    sample = Sample("s", "?", ("v.mp4",), "A", "mcq")
-    return [GroupSpec(f"g{number}", sample, 4, size, temperature=0.7, seed=0) for number in range(count)]
-
-
-def make_push(version: int) -> Push:
-    return Push(version, "", "/nowhere", 0, "", ())
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(member, "SUSPECT_S", 0.1)
-    monkeypatch.setattr(member, "GRACE_S", 0.2)
-
-
-@contextmanager
-def running(script: Script, config: Config) -> Iterator[GeneratorFleet]:
-    with GeneratorFleet(config, None, Path(), script.start) as fleet:  # type: ignore[arg-type]  # no crop service
-        yield fleet
-    assert all(fake.ended for fake in script.made)
-    assert not [thread for thread in threading.enumerate() if thread.name == "generator-fleet"]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
-
-
 def test_groups_come_back_in_order_each_once_and_work_in_flight_is_bounded() -> None:
     script = Script(group=lambda fake, spec: 0.03 if spec.group_id == "g0" else 0.005)
     specs = make_specs(40, size=4)
@@ -320,7 +167,7 @@ def test_a_killed_generators_groups_are_redone_and_its_successor_takes_current_w
     with running(script, make_config()) as fleet:
         fleet.push_weights(make_push(7))
         groups = fleet.rollout(specs)
-        wait_for(lambda: fleet.status()[0].state == "serving")
+        wait_for(lambda: fleet.status()[0].state == "serving", "the return")
         fleet.rollout(make_specs(8))
         assert fleet.status()[0].restarts == 1
     assert [group.group_id for group in groups] == [spec.group_id for spec in specs]
@@ -340,7 +187,7 @@ def test_a_silent_generator_is_replaced() -> None:
     script = Script(group=group, health=health)
     with running(script, make_config()) as fleet:
         assert len(fleet.rollout(make_specs(20))) == 20
-        wait_for(lambda: fleet.status()[0].restarts == 1)
+        wait_for(lambda: fleet.status()[0].restarts == 1, "the restart")
 
 
 def test_a_group_that_never_returns_costs_the_generator_not_the_batch() -> None:
@@ -451,7 +298,7 @@ def test_a_generator_that_fails_a_push_is_replaced_and_loads_it() -> None:
     script = Script(push=push, group=lambda fake, spec: 0.002)
     with running(script, make_config()) as fleet:
         fleet.push_weights(make_push(3))
-        wait_for(lambda: fleet.status()[1].state == "serving")
+        wait_for(lambda: fleet.status()[1].state == "serving", "the return")
         fleet.rollout(make_specs(20))
         assert {run.version for run in fleet.canary()} == {3}
     assert {version for fake in script.made for version in fake.served_with} == {3}
@@ -486,9 +333,10 @@ def test_a_generator_restarted_while_its_weights_are_replaced_waits_for_the_next
     with running(script, make_config()) as fleet:
         fleet.push_weights(make_push(1))
         script.made[0].die()
-        wait_for(lambda: fleet.status()[0].restarts == 1 and fleet.status()[0].state == "needs_weights")
+        wait_for(lambda: fleet.status()[0].restarts == 1, "the restart")
+        wait_for(lambda: fleet.status()[0].state == "needs_weights", "the vain attempt to load")
         fleet.push_weights(make_push(2))
-        wait_for(lambda: fleet.status()[0].state == "serving")
+        wait_for(lambda: fleet.status()[0].state == "serving", "the return")
         fleet.rollout(make_specs(20))
     successor = next(fake for fake in script.made if fake.life == 1)
     assert set(successor.served_with) == {2}
@@ -499,7 +347,7 @@ def test_a_restarted_generator_that_does_not_hold_the_weights_never_serves() -> 
     script = Script(canary=lambda fake: -2.0 if fake.life == 1 else -1.0, group=lambda fake, spec: 0.002)
     with running(script, make_config(generators=1)) as fleet:
         fleet.push_weights(make_push(1))
-        (fleet.agreed,) = fleet.canary()
+        fleet.agree(*fleet.canary())
         script.made[0].die()
         assert len(fleet.rollout(make_specs(3))) == 3
         assert fleet.status()[0].restarts == 2
@@ -522,7 +370,7 @@ def test_a_push_and_its_canary_wait_for_the_only_generator_to_come_back() -> Non
     with running(script, make_config(generators=1)) as fleet:
         fleet.rollout(make_specs(1))
         script.made[0].die()
-        wait_for(lambda: fleet.status()[0].state == "starting")
+        wait_for(lambda: fleet.status()[0].state == "starting", "the restart")
         fleet.push_weights(make_push(5))
         assert [run.version for run in fleet.canary()] == [5]
 
@@ -554,7 +402,7 @@ def test_closing_with_work_in_flight_ends_it() -> None:
     script = Script(group=lambda fake, spec: HANG)
     with running(script, make_config(generators=1)) as fleet:
         batch = fleet.submit(make_specs(3))
-        wait_for(lambda: bool(script.made and script.made[0].groups))
+        wait_for(lambda: script.made and script.made[0].groups, "the first group")
     with pytest.raises(FleetError, match="No generator is left"):
         batch.all()
 
@@ -567,7 +415,7 @@ def test_a_batch_that_comes_while_the_only_generator_is_being_replaced_waits_for
     with running(script, make_config(generators=1)) as fleet:
         fleet.rollout(make_specs(1))
         script.made[0].die()
-        wait_for(lambda: fleet.status()[0].state != "serving")
+        wait_for(lambda: fleet.status()[0].state != "serving", "the death")
         assert len(fleet.rollout(make_specs(2))) == 2
 
 

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from waiting import wait_for
 
 from paravt_ray.config import Config, load_config
 from paravt_ray.episode import CallRecord, CallStatus, Episode, Group, Rewards, Sample, Trajectory, TurnRecord
@@ -279,13 +279,6 @@ class _HangingServer:
         self._server.shutdown()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def screen() -> Console:
     return Console(file=io.StringIO(), width=140)
@@ -324,7 +317,7 @@ def test_the_process_copies_while_the_run_goes_on_and_ends_with_it(
         logger = MlflowLogger(run, config(tmp_path))
         tracker = Tracker(run, progress, logger)
         tracker.log_step(1, {"train/loss": math.nan, "train/kl": math.inf, "reward/total": 0.5})
-        wait_for(lambda: points(database, "reward/total"))
+        wait_for(lambda: points(database, "reward/total"), "the copy of step 1")
         logger._process.kill()
         logger._process.wait()
         tracker.log_step(2, {"train/loss": 2.0})
@@ -349,9 +342,9 @@ def test_the_process_ends_when_the_run_is_killed(tmp_path: Path, database: Path)
     ) as run:
         assert run.stdout is not None
         copier = int(run.stdout.readline())
-        wait_for(lambda: rows(database, "select status from runs") == [("RUNNING",)])
+        wait_for(lambda: rows(database, "select status from runs") == [("RUNNING",)], "the start in MLflow")
         run.kill()
-    wait_for(lambda: not Path(f"/proc/{copier}").exists())
+    wait_for(lambda: not Path(f"/proc/{copier}").exists(), "the end of the process")
     assert rows(database, "select status from runs") == [("KILLED",)]
     assert points(database, "train/loss") == [(1, 1)]
 
@@ -365,7 +358,7 @@ def test_plain_output_explains_long_waits_and_closes_with_a_comparison(
     monkeypatch.setattr("paravt_ray.tracking.progress.PLAIN_EVERY_S", 1.0)
     with Progress(20, screen) as progress:
         progress.stage("Starting vLLM", "25 to 45 s")
-        wait_for(lambda: "... Starting vLLM: " in shown(screen), 10.0)
+        wait_for(lambda: "... Starting vLLM: " in shown(screen), "the line", 10.0)
         progress.step(1, {"reward/total": 0.5, "time/step": 7.25})
         start = {"step": 0, "eval/scored": 40.0, "eval/reward/accuracy": 0.25}
         end = {"step": 20, "eval/scored": 40.0, "eval/reward/accuracy": 0.5, "eval/tool/call_rate": 2.0}
@@ -385,5 +378,5 @@ def test_a_terminal_shows_the_stage_and_the_time_left() -> None:
     with Progress(21, console) as progress:
         progress.stage("rollout")
         progress.step(1, {"time/step": 30.0})
-        wait_for(lambda: "step 2 of 21, about 10 min left" in shown(console), 10.0)
+        wait_for(lambda: "step 2 of 21, about 10 min left" in shown(console), "the line", 10.0)
     assert "rollout" in shown(console)

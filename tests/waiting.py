@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, never for ever."""
+"""Waiting for what other threads and processes do, never for ever."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
     """Return once the condition holds; an AssertionError that names `what` after `seconds`."""
-    deadline = time.monotonic() + seconds
+    deadline, pause_s = time.monotonic() + seconds, 0.005
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
-        time.sleep(0.1)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)  # some conditions look through all processes
 
 
 def answers(uri: str) -> bool:

@@ -10,6 +10,7 @@ from typing import cast
 
 from rich.console import Console
 
+from paravt_ray.colocation import Handover
 from paravt_ray.config import Config
 from paravt_ray.episode import Sample
 from paravt_ray.learner.actor import LearnerGroup
@@ -20,7 +21,6 @@ from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir
 from paravt_ray.tracking.tracker import Tracker
 from paravt_ray.trainer import Trainer
-from paravt_ray.turns import Turns
 
 
 class BenchTrainer(Trainer):
@@ -33,7 +33,7 @@ class BenchTrainer(Trainer):
         progress = Progress(config.trainer.steps, Console(quiet=True))
         super().__init__(config, Path(config.model.path), samples, run, progress)
         self.fleet, self.learner = fleet, cast(LearnerGroup, learner)
-        self.turns = Turns(self.fleet, self.learner, shared=False)
+        self.handover = Handover(self.fleet, self.learner, shared=False)
 
     def __enter__(self) -> BenchTrainer:
         """Start what is left to start, and push the first weights."""

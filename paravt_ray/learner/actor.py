@@ -76,7 +76,7 @@ class LearnerGroup:
         *,
         supervised: LrSchedule | None = None,
         resume: Path | None = None,
-        room: PlacementGroup | None = None,
+        placement_group: PlacementGroup | None = None,
     ) -> None:
         """Start the ranks on the cluster that this process is connected to.
 
@@ -86,7 +86,7 @@ class LearnerGroup:
             supervised: the schedule of supervised training; None for reinforcement learning, whose schedule and
                 reference policy follow from the configuration.
             resume: a checkpoint of `save` to go on from.
-            room: where each rank shares a place with a generator; None for room of their own.
+            placement_group: where each rank shares a place with a generator; None for room of their own.
 
         Raises:
             CheckpointError: `resume` cannot be gone on from.
@@ -98,10 +98,10 @@ class LearnerGroup:
         schedule = supervised or LrSchedule.of_training(config)
         reference = model_path if config.algorithm.kl_coefficient > 0 and supervised is None else None
         log.info("%s", schedule.describe())
-        self._own_room = None if room else reserve(self._ranks, 1, "learner ranks")
+        self._own_placement = None if placement_group else reserve(self._ranks, 1, "learner ranks", "learner.ranks")
         self._actors: list[Any] = []
         try:
-            self._actors = [self._start_actor(rank, room) for rank in range(self._ranks)]
+            self._actors = [self._start_actor(rank, placement_group) for rank in range(self._ranks)]
             _refuse_shared(self._call("device", direct=True))
             rendezvous = ray.get(self._actors[0].rendezvous.remote(), timeout=self._timeout_s)
             self._call(
@@ -119,8 +119,8 @@ class LearnerGroup:
             self.close()
             raise
 
-    def _start_actor(self, rank: int, room: PlacementGroup | None) -> Any:
-        where = place(room, rank, share=0.5) if room else place(self._own_room, rank)
+    def _start_actor(self, rank: int, placement_group: PlacementGroup | None) -> Any:
+        where = place(placement_group, rank, share=0.5) if placement_group else place(self._own_placement, rank)
         environment = {"env_vars": _environment(self._ranks, has_gpus())}
         return ray.remote(LearnerActor).options(**where, max_restarts=0, runtime_env=environment).remote(rank)
 
@@ -188,8 +188,8 @@ class LearnerGroup:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        if self._own_room:
-            remove_placement_group(self._own_room)
+        if self._own_placement:
+            remove_placement_group(self._own_placement)
 
     # ---- calling -----------------------------------------------------------------------------------------------------
 

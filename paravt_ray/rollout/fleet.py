@@ -111,7 +111,7 @@ class GeneratorFleet:
         log_dir: Path,
         start: Callable[[int], GeneratorHandle] | None = None,
         *,
-        room: PlacementGroup | None = None,
+        placement_group: PlacementGroup | None = None,
     ) -> None:
         """Nothing is started yet.
 
@@ -120,10 +120,10 @@ class GeneratorFleet:
             pool: the crop service.
             log_dir: folder for the generators' logs.
             start: makes the generator of a given index; Ray actors by default.
-            room: where each of those shares a place with a learner rank; None where they have their GPUs alone.
+            placement_group: where each of those shares a place with a learner rank; None where each has its GPUs alone.
         """
         self._config = config
-        self._start = start or (lambda index: RayGenerator(config, index, pool, log_dir, room))
+        self._start = start or (lambda index: RayGenerator(config, index, pool, log_dir, placement_group))
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="generator-fleet", daemon=True)
@@ -138,7 +138,7 @@ class GeneratorFleet:
         self.push: Push | None = None
         """The weights that generators serve with; None for those of the checkpoint."""
         self.agreed: CanaryRun | None = None
-        """A canary of these weights to which the learner has agreed: generators that are restarted must repeat it."""
+        """The canary to which the learner has agreed last; see `agree`."""
 
     def __enter__(self) -> GeneratorFleet:
         """Start all generators; `wait_started` and every call that needs them waits until they are ready."""
@@ -219,7 +219,8 @@ class GeneratorFleet:
         Raises:
             FleetError: they do not answer.
         """
-        self._call(self._wake(), self._config.rollout.push_timeout_s + 2 * GRACE_S)
+        rollout = self._config.rollout
+        self._call(self._wake(), rollout.push_timeout_s + rollout.turn_timeout_s + 3 * GRACE_S)
 
     def canary(self) -> list[CanaryRun]:
         """Let every generator that serves make the canary with the weights it holds.
@@ -229,6 +230,17 @@ class GeneratorFleet:
         """
         self.wait_started()
         return self._call(self._canary(), self._recovery_s + self._config.rollout.turn_timeout_s + 2 * GRACE_S)
+
+    def agree(self, run: CanaryRun) -> None:
+        """Hold generators to a canary of these weights to which the learner has agreed.
+
+        Who has these weights and has not made it, or loads them later, makes it before the next group that it takes;
+        who sleeps, when it wakes. One that makes another of it is replaced.
+
+        Raises:
+            FleetError: they do not answer.
+        """
+        self._call(self._agree(run), self._config.rollout.turn_timeout_s + 2 * GRACE_S)
 
     def status(self) -> list[MemberStatus]:
         """How the generators are."""
@@ -280,8 +292,8 @@ class GeneratorFleet:
     def _hand_out(self) -> None:
         """Give waiting groups to the generators with the fewest episodes, as far as there is room."""
         while self._jobs and not self._closing:
-            serving = [member for member in self._members if member.health.serving and not member.reserved]
-            member = min(serving, key=lambda m: m.episodes, default=None)
+            able = [m for m in self._members if m.health.serving and not m.reserved and m.owed is None]
+            member = min(able, key=lambda m: m.episodes, default=None)
             job = self._jobs[0]
             # A group that is larger than what may be in flight goes to a generator that has nothing else.
             room = 0 if job.last_attempt else self._config.rollout.concurrency - job.spec.group_size
@@ -320,6 +332,10 @@ class GeneratorFleet:
     async def _sleep(self) -> None:
         self.awake.clear()
         await asyncio.gather(*(member.sleep() for member in self._members))
+
+    async def _agree(self, run: CanaryRun) -> None:
+        self.agreed = run
+        await asyncio.gather(*(member.check() for member in self._members))
 
     async def _wake(self) -> None:
         self.awake.set()

@@ -72,16 +72,16 @@ class RayGenerator:
     """A `Generator` actor."""
 
     def __init__(
-        self, config: Config, index: int, pool: CropPool, log_dir: Path, room: PlacementGroup | None = None
+        self, config: Config, index: int, pool: CropPool, log_dir: Path, placement_group: PlacementGroup | None = None
     ) -> None:
-        """Create the actor, in place `index` of `room` where it shares its GPU; `ready` waits for it."""
+        """Create the actor, in place `index` of `placement_group` where it shares its GPU; `ready` waits for it."""
         import ray
 
         from paravt_ray.placement import has_gpus, place
 
         self._log = log_file(log_dir, index)
         self._index = index
-        where = place(room, index, share=0.5) if room else {}
+        where = place(placement_group, index, share=0.5) if placement_group else {}
         actor = ray.remote(Generator).options(**actor_options(config, has_gpus()) | where)
         self._actor = actor.remote(config, index, pool, str(log_dir))
 

@@ -88,10 +88,13 @@ class Member:
         """The first start: where the generator runs, or why it does not."""
         self._handle: GeneratorHandle | None = None
         self._loaded: Push | None = None
+        self._checked: int | None = None
+        """The version of the weights with which it made the canary last."""
         self._death = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
-        self._pushed = asyncio.Event()
+        self._news = asyncio.Event()
+        """Set when there is a push, and when there will be none, since the fleet goes to sleep."""
 
     async def run(self) -> None:
         """Live until cancelled or retired."""
@@ -109,7 +112,7 @@ class Member:
             if self._handle is not None:
                 self._handle.kill()
             await self._drop_work()
-            self._handle = None
+            self._handle = self._loaded = self._checked = None
             logger.warning("Generator %d died: %s", self.index, self.health.reason)
             if not self.started.done():
                 self.started.set_exception(RuntimeError(self.health.reason))
@@ -117,6 +120,14 @@ class Member:
                 return
             if not self.health.restart():
                 return
+
+    @property
+    def owed(self) -> CanaryRun | None:
+        """The canary that was agreed on, where it holds those weights and has not made it: it takes no group before."""
+        agreed = self._desk.agreed
+        if agreed is None or self._loaded is None or self._loaded.version != agreed.version:
+            return None
+        return None if self._checked == agreed.version else agreed
 
     def assign(self, job: Job) -> None:
         """Take on a group."""
@@ -136,7 +147,7 @@ class Member:
         Raises:
             WeightError: it could not load them.
         """
-        self._pushed.set()
+        self._news.set()
         if not self.health.loadable:  # it starts or catches up, with the desk's weights of then; nobody waits for that
             return False
         async with self._loading:
@@ -157,18 +168,20 @@ class Member:
 
     async def sleep(self) -> None:
         """Give up the GPU's memory, after its start where it is just starting; one that fails to is ended for it."""
+        self._news.set()
         while (handle := self._handle) is not None and self.health.state is not State.ASLEEP:
             if self.health.loadable:
-                await self._turn(handle, handle.sleep, self.health.slept)
+                await self._exchange(handle, handle.sleep, self.health.slept)
             else:  # it starts, or it is being ended
                 await asyncio.sleep(POLL_S)
 
     async def wake(self) -> None:
-        """Serve again with the weights that it holds; one that fails to is replaced."""
+        """Serve again with the weights that it holds, and make the canary that it owes; who fails to is replaced."""
         if self._handle is not None and self.health.state is State.ASLEEP:
-            await self._turn(self._handle, self._handle.wake, self.health.awoke)
+            await self._exchange(self._handle, self._handle.wake, self.health.awoke)
+            await self.check()
 
-    async def _turn(
+    async def _exchange(
         self, handle: GeneratorHandle, ask: Callable[[], Awaitable[None]], done: Callable[[], None]
     ) -> None:
         try:
@@ -184,11 +197,32 @@ class Member:
         if handle is None or not self.health.serving:
             return None
         try:
-            async with asyncio.timeout(self._config.rollout.turn_timeout_s + GRACE_S):
-                return await handle.canary()
+            return await self._canary(handle)
         except Exception as error:  # it is replaced, whatever it was
             self._die(handle, _reason(error))
             return None
+
+    async def check(self) -> None:
+        """Make the canary that it owes; who sleeps or starts does so later, and who fails is replaced."""
+        handle = self._handle
+        if handle is None or self.owed is None or self.health.state not in (State.SERVING, State.SUSPECT):
+            return
+        try:
+            await self._check(handle)
+        except Exception as error:  # it is replaced, whatever it was
+            self._die(handle, _reason(error))
+        else:
+            self._desk.changed()
+
+    async def _check(self, handle: GeneratorHandle) -> None:
+        if (owed := self.owed) is not None:
+            check_successor(await self._canary(handle), owed, self._config.model.dtype)
+
+    async def _canary(self, handle: GeneratorHandle) -> CanaryRun:
+        async with asyncio.timeout(self._config.rollout.turn_timeout_s + GRACE_S):
+            run = await handle.canary()
+        self._checked = run.version
+        return run
 
     async def _live(self, handle: GeneratorHandle) -> None:
         """Start, then serve until death."""
@@ -214,11 +248,10 @@ class Member:
 
     async def _catch_up(self, handle: GeneratorHandle, version: int) -> None:
         """Load the current weights, whichever those are by the time they are loaded."""
-        self._loaded = None
         if self._desk.push is None:
             self.health.loaded(version, version)
         while not self.health.serving:
-            self._pushed.clear()
+            self._news.clear()
             push = self._desk.push
             assert push is not None
             try:
@@ -231,20 +264,21 @@ class Member:
                     raise
 
     async def _next_push(self) -> bool:
-        try:
-            async with asyncio.timeout(self._config.rollout.start_timeout_s):
-                return await self._pushed.wait()
-        except TimeoutError:
-            return False
+        """False where none comes: not in time, or not before this generator sleeps, as the others are about to."""
+        awake = self._desk.awake
+        if awake.is_set():
+            try:
+                async with asyncio.timeout(self._config.rollout.start_timeout_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return False
+        return awake.is_set()
 
     async def _load(self, handle: GeneratorHandle, push: Push) -> None:
         async with asyncio.timeout(self._config.rollout.push_timeout_s + GRACE_S):
             version = await handle.update_weights(push)
-        agreed = self._desk.agreed
-        if agreed is not None and agreed.version == version:  # it has come late: nobody else asks it before it serves
-            async with asyncio.timeout(self._config.rollout.turn_timeout_s + GRACE_S):
-                check_successor(await handle.canary(), agreed, self._config.model.dtype)
         self._loaded = push
+        await self._check(handle)
         current = self._desk.push
         self.health.loaded(version, current.version if current else version)
 

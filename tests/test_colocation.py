@@ -5,8 +5,11 @@ Engines follow a script; the fleet, the loop and the learner are real. `test_gen
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +18,26 @@ import numpy as np
 import pytest
 import ray
 import torch
-from test_dynamic_sampling import PROMPTS, SAMPLES, LocalRewards, NoMlflow, loop_config, rolled_out
-from test_fleet import HANG, Fake, Script, make_config, make_push, make_specs, running, wait_for
-from tiny import make_tiny_checkpoint
+from scripted_fleet import HANG, Fake, Script, make_config, make_fleet, make_push, make_specs, running
+from scripted_loop import SAMPLES, equip, loop_config, rolled_out
+from waiting import wait_for
 
+from paravt_ray import placement
 from paravt_ray.chat import Chat
 from paravt_ray.cluster import demand
+from paravt_ray.colocation import shared_placement, started
 from paravt_ray.config import Config, ConfigError, check_config, load_config
 from paravt_ray.episode import Group, TrainRow
 from paravt_ray.learner import checkpoint
 from paravt_ray.learner.learner import Learner
-from paravt_ray.placement import place
-from paravt_ray.rollout import member
+from paravt_ray.placement import PlacementError, place
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import RunDir
-from paravt_ray.tracking.tracker import Tracker
 from paravt_ray.trainer import Trainer
-from paravt_ray.turns import Turns, shared_room
-from paravt_ray.weights.push import Push
+from paravt_ray.weights.push import Push, WeightError
 
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(member, "GRACE_S", 0.2)
-    monkeypatch.setattr(member, "POLL_S", 0.01)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the model is so small that more of them only wait for each other
-    yield make_tiny_checkpoint(tmp_path_factory.mktemp("turns") / "tiny")
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_fleet", "one_thread")
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -60,8 +49,8 @@ class Gpu:
 
     fakes: list[Fake]
     done: list[str] = field(default_factory=list)
-    learner: bool = True
-    """Whether the learner is on it: it starts there."""
+    learner: bool = False
+    """Whether the learner is on it."""
     crowded: list[str] = field(default_factory=list)
 
     def note(self, what: str, by_learner: bool) -> None:
@@ -78,6 +67,14 @@ class SharingLearner:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
+        self._gpu.note("start", by_learner=True)
+        self._gpu.learner = True
+
+    def __enter__(self) -> SharingLearner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def offload(self) -> None:
         self._gpu.note("offload", by_learner=True)
@@ -106,15 +103,16 @@ class SharingLearner:
 PUSH = ["publish", "offload", "push", "canary", "sleep", "reload", "logprobs", "offload", "wake"]
 
 
-def test_one_side_leaves_before_the_other_comes_in_every_stage(tmp_path: Path, path: Path) -> None:
+def test_one_side_leaves_before_the_other_comes_in_every_stage(tmp_path: Path, tiny_path: Path) -> None:
+    """From the start to the end, with an evaluation before the first step and one after the last."""
     config = loop_config(tmp_path, rounds=0)
-    config.cluster.colocate = True
+    config.cluster.colocate, config.trainer.steps = True, 2
     check_config(config)
     script = Script()
     gpu = Gpu(script.made)
 
     def group(fake: Fake, spec: GroupSpec) -> Group:
-        gpu.note("rollout", by_learner=False)
+        gpu.note("evaluate" if spec.group_id.startswith("eval/") else "rollout", by_learner=False)
         return rolled_out(spec, "m", fake.version)
 
     def canary(fake: Fake) -> float:
@@ -125,22 +123,16 @@ def test_one_side_leaves_before_the_other_comes_in_every_stage(tmp_path: Path, p
     script.push = lambda fake, push: gpu.note("push", by_learner=False)
     script.sleep = lambda fake: gpu.note("sleep", by_learner=False)
     script.wake = lambda fake: gpu.note("wake", by_learner=False)
-    with RunDir(config) as run, running(script, config) as fleet:
-        gpu.learner = False
-        fleet.sleep()
-        gpu.learner = True
-        trainer = Trainer(config, path, SAMPLES, run, Progress(2))
-        trainer.fleet, trainer.learner, trainer.rewards = fleet, SharingLearner(gpu), LocalRewards(config)  # type: ignore[assignment]
-        trainer.tracker = Tracker(run, trainer.progress, NoMlflow())  # type: ignore[arg-type]
-        trainer.turns = Turns(fleet, trainer.learner, shared=True)
+    fleet, learner = make_fleet(script, config), partial(SharingLearner, gpu)
+    with RunDir(config) as run, started(fleet, learner, shared=True) as handover:  # type: ignore[arg-type]
+        trainer = Trainer(config, tiny_path, SAMPLES, run, Progress(2))
+        equip(trainer, handover)
         trainer.push()
-        trainer.step(1, [])
-        trainer.step(2, [])
-    step = ["rollout", "sleep", "reload", "update", *PUSH, "sleep", "reload", "save", "offload", "wake"]
-    assert gpu.done == ["sleep", *PUSH, *step, *step]
+        trainer.run(SAMPLES[:1])
+    train, save = ["rollout", "sleep", "reload", "update", *PUSH], ["sleep", "reload", "save", "offload", "wake"]
+    assert gpu.done == ["sleep", "start", *PUSH, "evaluate", *train, *save, *train, "evaluate", *save]
     assert gpu.crowded == []
-    assert {version for fake in script.made for version in fake.served_with} == {0, 1}
-    assert sum(len(fake.groups) for fake in script.made) == 2 * PROMPTS
+    assert sorted(version for fake in script.made for version in fake.served_with) == [0, 0, 0, 0, 1, 1, 1, 2]
 
 
 # ---- the fleet -------------------------------------------------------------------------------------------------------
@@ -168,15 +160,55 @@ def test_a_generator_that_dies_in_its_sleep_starts_when_the_others_wake_and_load
     with running(script, make_config()) as fleet:
         fleet.sleep()
         script.made[0].die()
-        wait_for(lambda: fleet.status()[0].restarts == 1)
-        wait_for(lambda: fleet.status()[0].state == "starting")
+        wait_for(lambda: fleet.status()[0].restarts == 1, "the restart")
+        wait_for(lambda: fleet.status()[0].state == "starting", "the start")
         fleet.sleep()  # nobody waits for it
         assert len(script.made) == 2, "it was started on a GPU that is another's"
         fleet.push_weights(make_push(5))
-        wait_for(lambda: states(fleet) == ["serving", "serving"])
+        wait_for(lambda: states(fleet) == ["serving", "serving"], "the return")
         fleet.rollout(make_specs(20))
     assert {version for fake in script.made for version in fake.served_with} == {5}
     assert [fake.index for fake in script.made] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_generator_that_starts_too_late_for_the_canary_makes_it_before_it_takes_work(asleep: bool) -> None:
+    """It died in its sleep and starts while the others make theirs; awake or asleep, it misses the learner's verdict.
+
+    Its first successor does not hold the weights, the second one does.
+    """
+    others_are_done = asyncio.Event()
+
+    def canary(fake: Fake) -> float:
+        if fake.version == 5:
+            others_are_done.set()
+        return -2.0 if fake.life == 1 else -1.0
+
+    def ready(fake: Fake) -> asyncio.Event | None:
+        return others_are_done if fake.life == 1 else None
+
+    script = Script(ready=ready, canary=canary, canary_s=0.05, group=lambda fake, spec: 0.002)
+    with running(script, make_config()) as fleet:
+        fleet.push_weights(make_push(4))
+        fleet.agree(fleet.canary()[0])
+        fleet.sleep()
+        script.made[0].die()
+        wait_for(lambda: fleet.status()[0].restarts == 1, "the restart")
+        fleet.push_weights(make_push(5))
+        (run,) = fleet.canary()
+        if asleep:
+            fleet.sleep()
+            assert states(fleet) == ["asleep", "asleep"]
+        else:
+            wait_for(lambda: states(fleet) == ["serving", "serving"], "the return")
+        fleet.agree(run)
+        batch = fleet.submit(make_specs(8))
+        fleet.wake()
+        assert len(batch.all()) == 8
+        wait_for(lambda: states(fleet) == ["serving", "serving"], "the second return")
+        fleet.rollout(make_specs(20))
+    lives = [fake for fake in script.made if fake.index == 0]
+    assert [(fake.version, bool(fake.groups)) for fake in lives] == [(4, False), (5, False), (5, True)]
 
 
 def test_a_generator_that_is_just_starting_goes_to_sleep_when_it_has_started() -> None:
@@ -185,12 +217,40 @@ def test_a_generator_that_is_just_starting_goes_to_sleep_when_it_has_started() -
     with running(script, make_config()) as fleet:
         fleet.push_weights(make_push(1))
         script.made[0].die()
-        wait_for(lambda: len(script.made) == 3)
+        wait_for(lambda: len(script.made) == 3, "the restart")
         fleet.sleep()
         assert states(fleet) == ["asleep", "asleep"]
         assert script.made[2].version == 1
         fleet.wake()
         assert len(fleet.rollout(make_specs(4))) == 4
+
+
+@pytest.mark.parametrize("state", ["starting", "needs_weights"])
+def test_a_generator_that_finds_no_weights_does_not_hold_up_those_who_go_to_sleep(state: str) -> None:
+    """It would wait for a push, and the driver, before it pushes, for it; it is ended, and starts when they wake."""
+    others_sleep = asyncio.Event()
+
+    def push(fake: Fake, push: Push) -> None:
+        if fake.life == 1:
+            raise WeightError("can no longer be read")
+
+    def ready(fake: Fake) -> asyncio.Event | None:
+        return others_sleep if fake.life == 1 and state == "starting" else None
+
+    script = Script(ready=ready, push=push, sleep=lambda fake: others_sleep.set())
+    config = make_config()
+    config.rollout.start_timeout_s = 20.0
+    with running(script, config) as fleet:
+        fleet.push_weights(make_push(1))
+        script.made[0].die()
+        wait_for(lambda: len(script.made) == 3 and states(fleet)[0] == state, "the restart")
+        started = time.monotonic()
+        fleet.sleep()
+        assert time.monotonic() - started < 10.0
+        assert len(script.made) == 3 and script.made[2].ended
+        fleet.wake()
+        wait_for(lambda: states(fleet) == ["serving", "serving"], "the return")
+        assert script.made[3].version == 1
 
 
 def fails(fake: Fake) -> None:
@@ -199,17 +259,17 @@ def fails(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("action", [fails, lambda fake: HANG if fake.life == 0 and fake.index == 1 else None])
-@pytest.mark.parametrize("turn", ["sleep", "wake"])
-def test_a_generator_that_fails_to_sleep_or_to_wake_is_replaced(turn: str, action: Callable[[Fake], Any]) -> None:
-    script = Script(group=lambda fake, spec: 0.001, **{turn: action})
+@pytest.mark.parametrize("stage", ["sleep", "wake"])
+def test_a_generator_that_fails_to_sleep_or_to_wake_is_replaced(stage: str, action: Callable[[Fake], Any]) -> None:
+    script = Script(group=lambda fake, spec: 0.001, **{stage: action})
     config = make_config()
     config.rollout.push_timeout_s = 0.05
     with running(script, config) as fleet:
         fleet.sleep()
-        assert script.made[1].ended == (turn == "sleep"), "what does not sleep must not stay on the GPU"
+        assert script.made[1].ended == (stage == "sleep"), "what does not sleep must not stay on the GPU"
         assert len(script.made) == 2
         fleet.wake()
-        wait_for(lambda: states(fleet) == ["serving", "serving"])
+        wait_for(lambda: states(fleet) == ["serving", "serving"], "the return")
         assert fleet.status()[1].restarts == 1
         assert len(fleet.rollout(make_specs(4))) == 4
 
@@ -227,11 +287,11 @@ def make_learner(path: Path, settings: dict[str, Any]) -> Learner:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_learner_that_was_away_is_what_it_was_and_goes_on(
-    path: Path, tmp_path: Path, settings: dict[str, Any]
+    tiny_path: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """To the last bit: weights, what the reference says, and the optimizer's state as a checkpoint has it."""
-    rows = learning.make_rows(Chat.from_pretrained(path))
-    learner = make_learner(path, settings)
+    rows = learning.make_rows(Chat.from_pretrained(tiny_path))
+    learner = make_learner(tiny_path, settings)
 
     def state(name: str) -> dict[str, np.ndarray]:
         out = tmp_path / name / "step_000001"
@@ -258,9 +318,9 @@ def test_a_learner_that_was_away_is_what_it_was_and_goes_on(
     [*SETTINGS, {"zero_stage": 2, "offload_optimizer": True}, {"zero_stage": 2, "lora_rank": 2}],
     ids=str,
 )
-def test_a_learner_that_is_away_leaves_the_gpu_empty(path: Path, settings: dict[str, Any]) -> None:
-    rows = learning.make_rows(Chat.from_pretrained(path))
-    learner = make_learner(path, settings)
+def test_a_learner_that_is_away_leaves_the_gpu_empty(tiny_path: Path, settings: dict[str, Any]) -> None:
+    rows = learning.make_rows(Chat.from_pretrained(tiny_path))
+    learner = make_learner(tiny_path, settings)
     learner.update(rows)
     before = torch.cuda.memory_allocated()
     learner.offload()
@@ -274,8 +334,16 @@ def test_a_learner_that_is_away_leaves_the_gpu_empty(path: Path, settings: dict[
 # ---- placement and configuration -------------------------------------------------------------------------------------
 
 
-def test_a_rank_and_its_generator_see_one_gpu_and_no_two_pairs_the_same() -> None:
-    """Ray hands out GPUs by number, whether they are there or not."""
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[None]:
+    """A cluster that has them by its own account: Ray hands them out by number, whether they are there or not."""
+    options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 << 20}
+    ray.init(address="local", num_cpus=4, num_gpus=2, **options)
+    yield
+    ray.shutdown()
+
+
+def test_a_rank_and_its_generator_see_one_gpu_and_no_two_pairs_the_same(two_gpus: None) -> None:
 
     class Actor:
         def gpus(self) -> list[str]:
@@ -284,17 +352,28 @@ def test_a_rank_and_its_generator_see_one_gpu_and_no_two_pairs_the_same() -> Non
 
     config = Config()
     config.cluster.colocate, config.rollout.generators, config.learner.ranks = True, 1, 2
-    options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 << 20}
-    ray.init(address="local", num_cpus=4, num_gpus=2, **options)
-    try:
-        with shared_room(config) as room:
-            start = ray.remote(Actor).options
-            actors = [start(**place(room, index, share=0.5)).remote() for index in (0, 1, 1)]
-            first, second, sharer = ray.get([actor.gpus.remote() for actor in actors], timeout=60)
-    finally:
-        ray.shutdown()
+    with shared_placement(config) as group:
+        start = ray.remote(Actor).options
+        actors = [start(**place(group, index, share=0.5)).remote() for index in (0, 1, 1)]
+        first, second, sharer = ray.get([actor.gpus.remote() for actor in actors], timeout=60)
     assert sorted((first, second)) == [["0"], ["1"]]
     assert sharer == second
+
+
+def test_a_cluster_without_room_for_all_pairs_is_told_what_decides_their_number(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more generators than ranks, fewer ranks need no less."""
+    monkeypatch.setattr(placement, "PLACEMENT_TIMEOUT_S", 0.5)
+    config = Config()
+    config.cluster.colocate, config.rollout.generators, config.learner.ranks = True, 8, 4
+    with (
+        pytest.raises(
+            PlacementError, match=r"no room for 8 pairs.*Lower rollout\.generators and learner\.ranks, the larger"
+        ),
+        shared_placement(config),
+    ):
+        pass
 
 
 def test_shared_gpus_are_as_many_as_the_larger_side_needs() -> None:
@@ -319,7 +398,7 @@ def test_shared_gpus_are_as_many_as_the_larger_side_needs() -> None:
         (["learner.zero_stage=3", "learner.offload_optimizer=true", "learner.lora_rank=4"], r"learner\.lora_rank=0"),
     ],
 )
-def test_what_cannot_take_turns_is_one_sentence(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_what_cannot_share_gpus_is_one_sentence(tmp_path: Path, overrides: list[str], message: str) -> None:
     file = tmp_path / "shared.yaml"
     file.write_text("cluster: {colocate: true}\n")
     load_config(file)
