@@ -423,7 +423,14 @@ def test_supervised_steps_lower_the_mean_cross_entropy_that_they_report(
 
 def row_of_length(length: int, group: int) -> TrainRow:
     zeros = np.zeros(length, np.float32)
-    return TrainRow(np.ones(length, np.int64), zeros > 0, zeros, zeros, zeros.astype(np.int32), [], group_index=group)
+    return TrainRow(
+        token_ids=np.ones(length, np.int64),
+        generated=zeros > 0,
+        advantages=zeros,
+        behaviour_logprobs=zeros,
+        frames=[],
+        group_index=group,
+    )
 
 
 @given(
