@@ -109,8 +109,8 @@ def test_figures_tell_seeing_from_luck_and_calls_from_both(blank: Path, tmp_path
     assert found["k4"] | {"compliance": 1.0} == {
         "accuracy": 1.0,
         "accuracy_called": 1.0,
-        "call_rate": 1.0,
-        "call_rate_visible": 1.0,
+        "usage_rate": 1.0,
+        "usage_rate_visible": 1.0,
         "compliance": 1.0,
         "think_closed": 1.0,
         "answer_closed": 1.0,
@@ -121,7 +121,7 @@ def test_figures_tell_seeing_from_luck_and_calls_from_both(blank: Path, tmp_path
     assert found["k64"]["accuracy_direct_visible"] == 1.0
     assert found["k64"]["answer_closed"] == found["k64"]["compliance"] == 0.0
     assert found["all"]["accuracy"] == pytest.approx(0.8)
-    assert found["all"]["call_rate"] == pytest.approx(0.2)
+    assert found["all"]["usage_rate"] == pytest.approx(0.2)
     assert found["where"] == found["all"]
     with pytest.raises(ValueError, match="does not hold the questions"):
         roll_out(fleet, config, [question, question], temperature=0.0)
