@@ -266,7 +266,7 @@ class Group:
     """A reason for each rollout that is missing."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainRow:
     """One sequence as the learner trains on it. Arrays have the trajectory's length T."""
 

@@ -1,4 +1,4 @@
-"""An engine and a crop service that follow a script, for tests of what happens around them.
+"""An engine and a crop service that follow a script, for tests of what happens around them, and what they are asked.
 
 The engine expands pads by itself, from pixels and times alone, as the real one does.
 """
@@ -14,7 +14,8 @@ import numpy as np
 
 from paravt_ray.chat import SUBAGENT_SYSTEM, Chat
 from paravt_ray.config import Config
-from paravt_ray.episode import Frame, Sample
+from paravt_ray.episode import Frame, Group, QuestionType, Sample
+from paravt_ray.rollout.agent import run_group
 from paravt_ray.rollout.engine import Generation, Sampling
 from paravt_ray.rollout.spec import GroupSpec
 from tool_workers.records import Crop, ErrorKind, ToolError, VideoInfo
@@ -137,6 +138,21 @@ class ScriptedPool:
         return Crop(frames, np.array(times), "")
 
 
+@dataclass
+class LocalFleet:
+    """Runs groups in this process."""
+
+    engine: ScriptedEngine
+    config: Config
+
+    def rollout(self, specs: Sequence[GroupSpec]) -> list[Group]:
+        async def all_groups() -> list[Group]:
+            pool, chat = ScriptedPool(), self.engine.chat
+            return await asyncio.gather(*(run_group(self.engine, pool, chat, self.config, spec) for spec in specs))
+
+        return asyncio.run(all_groups())
+
+
 def calls_text(*windows: tuple[float, float], video: str = "a.mp4", think: str = "look closer") -> str:
     """A turn with calls, as it follows the forced think prefix."""
     blocks = []
@@ -164,11 +180,14 @@ def small_config() -> Config:
     return config
 
 
+def sample(name: str, answer: str = "B", kind: QuestionType = "mcq", question: str = "Which?") -> Sample:
+    return Sample(name, question, ("/v/a.mp4",), answer, kind)
+
+
 def spec(videos: Sequence[str] = ("/v/a.mp4",), group_size: int = 1, **changes: object) -> GroupSpec:
-    sample = Sample("s1", "Which letter?", tuple(videos), "B", "mcq")
     values: dict[str, object] = {
         "group_id": "g1",
-        "sample": sample,
+        "sample": Sample("s1", "Which letter?", tuple(videos), "B", "mcq"),
         "frame_budget": 4,
         "group_size": group_size,
         "temperature": 0.7,

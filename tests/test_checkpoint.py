@@ -98,6 +98,42 @@ def test_a_checkpoint_before_the_first_step_can_be_gone_on_from(
     resumed.close()
 
 
+RESUMED = """\
+import sys
+from pathlib import Path
+import numpy as np
+import torch
+from learning import make_config
+from paravt_ray.learner.actor import LearnerActor, free_port
+from paravt_ray.learner.engine import denormals_flushed
+from paravt_ray.learner.schedule import LrSchedule
+
+model, checkpoint = map(Path, sys.argv[1:])
+torch.set_num_threads(4)
+config, actor = make_config(), LearnerActor(0)
+schedule, rendezvous = LrSchedule.from_config(config.learner, 10), f"tcp://127.0.0.1:{free_port()}"
+actor.start(config, model, schedule, ranks=1, rendezvous=rendezvous, resume=checkpoint)
+small = torch.from_numpy(np.full(1 << 20, 1e-39, np.float32))
+with denormals_flushed():
+    inside = small * 1e10
+outside = small[:8] * 1e10  # too few for more threads than this one
+print(int(inside.count_nonzero()), int(outside.count_nonzero()))
+"""
+
+
+def test_denormals_are_flushed_by_all_threads_of_a_learner_that_goes_on(
+    tiny_path: Path, tiny_rows: list[TrainRow], tmp_path: Path
+) -> None:
+    """Going on computes, which starts OpenMP's threads. In a process of its own, where nothing has started them."""
+    learner = make_learner(tiny_path, make_config())
+    learner.update(tiny_rows)
+    learner.save(tmp_path / "step_000001", {}, keep=1)
+    learner.close()
+    command = [sys.executable, "-c", RESUMED, str(tiny_path), str(tmp_path / "step_000001")]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "0 8"
+
+
 def test_another_learning_rate_schedule_is_refused(tiny_path: Path, tiny_rows: list[TrainRow], tmp_path: Path) -> None:
     learner = make_learner(tiny_path, make_config(schedule="cosine"), steps=10)
     learner.update(tiny_rows)

@@ -19,6 +19,7 @@ from paravt_ray.colocation import Handover
 from paravt_ray.config import Config
 from paravt_ray.data.reader import SampleStream
 from paravt_ray.episode import Group, Rewards, TrainRow
+from paravt_ray.learner.learner import LearnerError
 from paravt_ray.learner.rows import has_signal
 from paravt_ray.rollout.spec import GroupSpec
 from paravt_ray.tracking.progress import Progress
@@ -146,6 +147,21 @@ def test_a_step_without_one_complete_group_is_an_error(tmp_path: Path, tiny_path
         pytest.raises(TrainingError, match="engine: no answer"),
     ):
         loop.do(1)
+
+
+def test_after_an_update_that_failed_nothing_is_pushed_or_saved(tmp_path: Path, tiny_path: Path) -> None:
+    """It may have reached the learner's weights."""
+
+    def fails(rows: list[TrainRow]) -> dict[str, float]:
+        raise LearnerError("The gradient has the norm inf.")
+
+    with looping(loop_config(tmp_path, rounds=0), tiny_path, "m") as loop:
+        loop.do(1)
+        loop.learner.update = fails  # type: ignore[method-assign]
+        with pytest.raises(LearnerError):
+            loop.do(2)
+        assert {run.version for run in loop.trainer.fleet.canary()} == {1}
+        assert list(loop.learner.states) == [1]
 
 
 def test_off_nothing_is_replaced(tmp_path: Path, tiny_path: Path) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from scripted import Request, ScriptedEngine, ScriptedPool, answer_text, calls_text, small_config
+from scripted import LocalFleet, Request, ScriptedEngine, answer_text, calls_text, sample, small_config
 from tiny import make_tokenizer
 
 from paravt_ray.chat import Chat
-from paravt_ray.config import Config
-from paravt_ray.episode import Group, QuestionType, Sample
+from paravt_ray.episode import Group, Sample
 from paravt_ray.evaluation.heldout import HeldOutReport, Slice, evaluate, held_out_specs, in_process
-from paravt_ray.rollout.agent import run_group
 from paravt_ray.rollout.engine import EngineError
 from paravt_ray.rollout.gating import draw_frame_budget
 from paravt_ray.rollout.spec import GroupSpec
@@ -25,31 +22,10 @@ def chat() -> Chat:
     return Chat(make_tokenizer(["<answer>A</answer> crop_video seconds video"] * 4), 32)
 
 
-def sample(name: str, answer: str = "B", kind: QuestionType = "mcq", question: str = "Which?") -> Sample:
-    return Sample(name, question, ("/v/a.mp4",), answer, kind)
-
-
-class Fleet:
-    """Runs groups in this process."""
-
-    def __init__(self, engine: ScriptedEngine, config: Config) -> None:
-        self.engine, self.config = engine, config
-        self.specs: list[GroupSpec] = []
-
-    def rollout(self, specs: Sequence[GroupSpec]) -> list[Group]:
-        self.specs = list(specs)
-
-        async def all_groups() -> list[Group]:
-            pool, chat = ScriptedPool(), self.engine.chat
-            return await asyncio.gather(*(run_group(self.engine, pool, chat, self.config, spec) for spec in specs))
-
-        return asyncio.run(all_groups())
-
-
 def ask(chat: Chat, samples: list[Sample], main: Any, budgets: list[int] | None = None) -> HeldOutReport:
     config = small_config()
     return evaluate(
-        Fleet(ScriptedEngine(chat, main), config), samples, config, budgets, tag="t", score=in_process(config)
+        LocalFleet(ScriptedEngine(chat, main), config), samples, config, budgets, tag="t", score=in_process(config)
     )
 
 
@@ -110,7 +86,7 @@ def test_errors_are_counted_apart_and_never_scored(chat: Chat) -> None:
 
 
 def test_groups_that_never_came_back_are_counted(chat: Chat) -> None:
-    class Losing(Fleet):
+    class Losing(LocalFleet):
         def rollout(self, specs: Sequence[GroupSpec]) -> list[Group]:
             return super().rollout(specs[1:])
 

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import ray
-from scripted import ScriptedEngine, answer_text
-from test_heldout import Fleet
-from test_heldout import sample as held_out_sample
-from test_rewards import THOUGHT, episode
+from said import THOUGHT, episode
+from scripted import LocalFleet, ScriptedEngine, answer_text, sample
 from tiny import make_tokenizer
 
 from paravt_ray.chat import Chat
@@ -397,8 +395,8 @@ def test_held_out_answers_are_judged_too(endpoint: Endpoint) -> None:
     config = make_config(endpoint)
     config.reward.judge_concurrency = 1
     chat = Chat(make_tokenizer(["<answer>A</answer> crop_video seconds video"] * 4), 32)
-    samples: list[Sample] = [held_out_sample(name, "red ball", "oe") for name in "abc"]
-    fleet = Fleet(ScriptedEngine(chat, lambda request: answer_text("blue")), config)
+    samples: list[Sample] = [sample(name, "red ball", "oe") for name in "abc"]
+    fleet = LocalFleet(ScriptedEngine(chat, lambda request: answer_text("blue")), config)
     found = evaluate(fleet, samples, config, [4], tag="t", score=in_process(config))
     assert (found.asked, found.scored, found.failures) == (3, 2, {"reward": 1})
     assert found.slices["oe"].accuracy == 0.25

@@ -380,6 +380,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_touched(
     assert largest_difference(before, weights(learner)) == 0
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_that_is_not_finite_is_an_error_though_the_loss_is(
+    tiny_path: Path, tiny_rows: list[TrainRow], stage: int
+) -> None:
+    """Also without ZeRO, where the norm is ours: the squares of such a gradient overflow."""
+    learner = make_learner(tiny_path, make_config(zero_stage=stage))
+    steep = TrainRow(**{**vars(tiny_rows[0]), "advantages": 1e30 * tiny_rows[0].advantages})
+    with pytest.raises(LearnerError, match="gradient has the norm inf in optimizer step 0"):
+        learner.update([steep])
+    learner.close()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_reference_policy_stays_and_its_divergence_is_measured(
     tiny_path: Path, tiny_rows: list[TrainRow], stage: int
@@ -411,7 +423,14 @@ def test_supervised_steps_lower_the_mean_cross_entropy_that_they_report(
 
 def row_of_length(length: int, group: int) -> TrainRow:
     zeros = np.zeros(length, np.float32)
-    return TrainRow(np.ones(length, np.int64), zeros > 0, zeros, zeros, zeros.astype(np.int32), [], group_index=group)
+    return TrainRow(
+        token_ids=np.ones(length, np.int64),
+        generated=zeros > 0,
+        advantages=zeros,
+        behaviour_logprobs=zeros,
+        frames=[],
+        group_index=group,
+    )
 
 
 @given(

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from paradox_runs import ROOT, STEPS, finish, make_plan
-from scripted import Request, ScriptedEngine, answer_text, calls_text, small_config
-from test_heldout import Fleet, sample
+from scripted import LocalFleet, Request, ScriptedEngine, answer_text, calls_text, sample, small_config
 from tiny import make_tiny_checkpoint, make_tokenizer
 
 from paravt_ray import cli
@@ -274,7 +273,7 @@ def test_a_cold_start_is_sampled_at_every_budget_and_temperature(tmp_path: Path)
     config.model.path, config.rollout.frame_budgets, config.rollout.group_size = str(tmp_path), [4, 8], 6
     config.paradox.temperatures = [0.0, 1.3]
     said: list[str] = []
-    fleet = Fleet(ScriptedEngine(chat, main), config)
+    fleet = LocalFleet(ScriptedEngine(chat, main), config)
     samples = [sample("a", "C"), sample("b", "no letter")]
     records = measure.sample_mechanism(fleet, samples, config, "strong", said.append)
     assert [(r.sweep, r.temperature) for r in records[::2]] == [
@@ -300,7 +299,7 @@ def test_training_asks_its_held_out_questions_at_every_budget_of_the_tables(tmp_
     model = make_tiny_checkpoint(tmp_path / "model")
     with RunDir(config) as run:
         trainer = Trainer(config, model, [sample("a")], run, Progress(1))
-        trainer.fleet = Fleet(ScriptedEngine(trainer.chat, lambda request: answer_text("B")), config)  # type: ignore[assignment]
+        trainer.fleet = LocalFleet(ScriptedEngine(trainer.chat, lambda request: answer_text("B")), config)  # type: ignore[assignment]
         trainer.rewards = SimpleNamespace(score=in_process(config), judge_metrics=lambda: {"reward/judge_calls": 3.0})  # type: ignore[assignment]
         found = trainer.evaluate([sample("a"), sample("b")])
     assert {f"eval/accuracy/k{k}" for k in (4, 8, 16, 32, 64)} < found.keys()

@@ -22,8 +22,9 @@ from sample_run import HOSTILE, make_run
 from paravt_ray import report
 from paravt_ray.errors import InputError, UserError
 from paravt_ray.report import curves
+from paravt_ray.report.figure import figure
 from paravt_ray.report.page import json_block, render
-from paravt_ray.report.source import read_run
+from paravt_ray.report.source import RunData, read_run
 from paravt_ray.report.trajectories import choose_steps, read_groups, split_overview
 
 
@@ -103,6 +104,39 @@ def test_runs_in_one_folder_are_the_seeds_of_one_curve(tmp_path: Path) -> None:
     others = [make_run(tmp_path / f"other_{number}", "run", steps=1) for number in range(5)]
     with pytest.raises(InputError, match="at most 4 curves"):
         report.run(others, tmp_path / "x.svg")
+
+
+@pytest.mark.parametrize(("steps", "over"), [(10, 1), (50, 5), (600, 62)])
+def test_the_caption_tells_over_how_many_steps_the_curves_are_smoothed(steps: int, over: int) -> None:
+    """Seen by a peak of one step in a run with a step 0: so many steps rise with it. Two make a point from 600 on."""
+    points = [(step, float(step == steps // 2)) for step in range(1, steps + 1)]
+    run = RunData(Path("seed_0"), steps=[*range(steps + 1)], series={"reward/accuracy": points})
+    picture = figure([("a", [run])], "t")
+    (curve,) = re.findall(r'<polyline class="line c0"[^>]* points="(.*?)"', picture)
+    heights = [point.split(",")[1] for point in curve.split()]
+    assert sum(height != heights[0] for height in heights) * (2 if steps == 600 else 1) == over
+    assert re.findall(r"smoothed over (.*?) steps", picture) == ([str(over)] if over > 1 else [])
+
+
+def test_what_is_no_seed_of_a_curve_is_refused(tmp_path: Path) -> None:
+    one, other = (make_run(tmp_path, f"seed_{seed}", steps=1, seed=seed) for seed in (0, 1))
+    config = other / "config.yaml"
+    config.write_text(config.read_text().replace("group_size: 8", "group_size: 4"))
+    with pytest.raises(InputError, match=r"seed_0 and .*/seed_1 lie in one folder.*\(rollout\.group_size: 8 and 4\)"):
+        report.run([one, other], tmp_path / "x.svg")
+    begun = make_run(tmp_path, "seed_2", steps=0, seed=2)
+    (begun / "metrics.jsonl").write_text('{"step": 0, "eval/reward/total": 1.0}\n')
+    with pytest.raises(InputError, match="seed_2 has no finished step"):
+        report.run([one, begun], tmp_path / "x.svg")
+    (begun / "config.yaml").unlink()
+    with pytest.raises(InputError, match=r"seed_2 is damaged\. config\.yaml cannot be read"):
+        report.run([one, begun], tmp_path / "x.svg")
+
+
+def test_the_committed_curves_are_those_of_the_committed_runs(tmp_path: Path) -> None:
+    committed = Path(__file__).parents[1] / "docs" / "staleness"
+    assert report.run(sorted(committed.glob("*/seed_*")), tmp_path / "curves.svg") == 0
+    assert (tmp_path / "curves.svg").read_bytes() == (committed / "curves.svg").read_bytes()
 
 
 # Trajectories

@@ -77,6 +77,18 @@ def other_precision(config: Config) -> None:
     config.model.dtype, config.learner.zero_stage = "bfloat16", 1
 
 
+def other_frames(config: Config) -> None:
+    config.model.frames_as = "video"
+
+
+def other_rank(config: Config) -> None:
+    config.learner.lora_rank = 8
+
+
+def other_alpha(config: Config) -> None:
+    config.learner.lora_alpha = 7
+
+
 def other_rate(config: Config) -> None:
     config.learner.lr = 0.5
 
@@ -102,6 +114,9 @@ def rebuilt(model: Path, folder: Path) -> Path:
         (other_rate, SAMPLES, "another learning rate"),
         (other_seed, SAMPLES, r"trainer\.seed=0, this run has 7\. Set trainer\.seed=0"),
         (other_precision, SAMPLES, r"model\.dtype=float32, this run has bfloat16"),
+        (other_frames, SAMPLES, r"model\.frames_as=images, this run has video"),
+        (other_rank, SAMPLES, r"learner\.lora_rank=0, this run has 8"),
+        (other_alpha, SAMPLES, r"learner\.lora_alpha=\d+, this run has 7"),
         (same, SAMPLES[:3], r"data\.train are not those of"),
         (same, [*SAMPLES[:3], replace(SAMPLES[3], answer="C")], r"data\.train are not those of"),
     ],
@@ -124,9 +139,12 @@ def test_another_model_is_another_reference_and_is_refused(tiny_path: Path, fold
     assert contents(folder) == before
 
 
-def test_a_checkpoint_without_an_origin_is_refused(tiny_path: Path, folder: Path) -> None:
-    state = next(folder.glob("checkpoints/*/state.json"))
-    state.write_text(json.dumps({"step": 2, "stream": STREAM}))
+@pytest.mark.parametrize("lost", ["origin", "model.frames_as"])
+def test_a_checkpoint_that_does_not_say_all_of_its_origin_is_refused(tiny_path: Path, folder: Path, lost: str) -> None:
+    file = next(folder.glob("checkpoints/*/state.json"))
+    state = json.loads(file.read_text())
+    del (state if lost == "origin" else state["origin"]["settings"])[lost]
+    file.write_text(json.dumps(state))
     config = again(folder)
     with RunDir(config) as run, pytest.raises(CheckpointError, match="does not say which model"):
         trainer(config, tiny_path, SAMPLES, run)

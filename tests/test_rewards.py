@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from said import THOUGHT, episode
 
 from paravt_ray.config import Config
-from paravt_ray.episode import CallRecord, CallStatus, Episode, Frame, Group, Rewards, Sample, Trajectory, TurnRecord
+from paravt_ray.episode import CallStatus, Episode, Frame, Group, Rewards, Trajectory
 from paravt_ray.evaluation.heldout import report
-from paravt_ray.parsing import parse_turn
 from paravt_ray.rewards import accuracy, format_stats, score_episode
 from paravt_ray.rewards.accuracy import parse_window
 from paravt_ray.rewards.actor import RewardPool, RewardPoolError
@@ -26,24 +26,6 @@ from paravt_ray.rewards.outcomes import ScoringFailure
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases" / "accuracy.jsonl").read_text().splitlines()]
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}\n</tool_call>'
-THOUGHT = "the red car passes later\n</think>\n"
-
-
-def episode(
-    *texts: str, statuses: list[list[CallStatus]] | None = None, gold: str = "B", prefix: bool = True, kind: Any = "mcq"
-) -> Episode:
-    """An episode whose turns generated these texts; all its runnable calls were served unless said otherwise."""
-    records = []
-    for i, text in enumerate(texts):
-        turn = parse_turn(text, think_prefilled=prefix)
-        served = [CallStatus.SERVED if call.ok else CallStatus.INVALID for call in turn.calls]
-        done = [
-            CallRecord(call, status, "a reply")
-            for call, status in zip(turn.calls, statuses[i] if statuses else served, strict=True)
-        ]
-        records.append(TurnRecord(turn, 0, 0, "stop", calls=done))
-    sample = Sample("s", "What is it?", ("/a.mp4",), gold, kind)
-    return Episode(sample, "g", 0, 4, Trajectory(), records, [], prefix, "answered")
 
 
 def score(*texts: str, config: Config | None = None, **options: Any) -> Rewards:

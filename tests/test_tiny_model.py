@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet
 import pytest
-from scripted import Request, ScriptedEngine, ScriptedPool, answer_text, calls_text, small_config
+from scripted import LocalFleet, Request, ScriptedEngine, answer_text, calls_text, small_config
 
 from paravt_ray.chat import Chat
 from paravt_ray.data.synth_questions import Question, overview_times
 from paravt_ray.data.synth_video import Clip, Event
-from paravt_ray.episode import Frame, Group
-from paravt_ray.rollout.agent import run_group
-from paravt_ray.rollout.spec import GroupSpec
+from paravt_ray.episode import Frame
 from paravt_ray.tiny_measure import roll_out, slices
 from paravt_ray.tiny_model import FRAME_SIDE, PLAIN_ADDED_TOKENS, SPECIAL_TOKENS, write_blank_model
 
@@ -107,21 +103,14 @@ def test_figures_tell_seeing_from_luck_and_calls_from_both(blank: Path, tmp_path
     config = small_config()
     config.data.valid = str(tmp_path / "valid.parquet")
 
-    class Fleet:
-        def rollout(self, specs: Sequence[GroupSpec]) -> list[Group]:
-            async def all_groups() -> list[Group]:
-                pool = ScriptedPool()
-                return await asyncio.gather(*(run_group(engine, pool, engine.chat, config, spec) for spec in specs))
-
-            return asyncio.run(all_groups())
-
-    found = slices(roll_out(Fleet(), config, [question], temperature=0.0))
+    fleet = LocalFleet(engine, config)
+    found = slices(roll_out(fleet, config, [question], temperature=0.0))
     assert overview_times(clip, 4) == [7.5, 22.5, 36.0, 52.5]  # the second frame shows the event
     assert found["k4"] | {"compliance": 1.0} == {
         "accuracy": 1.0,
         "accuracy_called": 1.0,
-        "call_rate": 1.0,
-        "call_rate_visible": 1.0,
+        "usage_rate": 1.0,
+        "usage_rate_visible": 1.0,
         "compliance": 1.0,
         "think_closed": 1.0,
         "answer_closed": 1.0,
@@ -132,7 +121,7 @@ def test_figures_tell_seeing_from_luck_and_calls_from_both(blank: Path, tmp_path
     assert found["k64"]["accuracy_direct_visible"] == 1.0
     assert found["k64"]["answer_closed"] == found["k64"]["compliance"] == 0.0
     assert found["all"]["accuracy"] == pytest.approx(0.8)
-    assert found["all"]["call_rate"] == pytest.approx(0.2)
+    assert found["all"]["usage_rate"] == pytest.approx(0.2)
     assert found["where"] == found["all"]
     with pytest.raises(ValueError, match="does not hold the questions"):
-        roll_out(Fleet(), config, [question, question], temperature=0.0)
+        roll_out(fleet, config, [question, question], temperature=0.0)

@@ -16,12 +16,13 @@ from paravt_ray.bench._workload import call_text, words
 from paravt_ray.chat import SUBAGENT_SYSTEM, Chat, Message
 from paravt_ray.config import Config
 from paravt_ray.episode import Frame, Group
+from paravt_ray.placement import has_gpus
 from paravt_ray.rollout.agent import run_group
 from paravt_ray.rollout.engine import EngineError, Generation, Sampling
 from paravt_ray.rollout.generator import Generator, actor_options, log_file
 from paravt_ray.rollout.handle import RayGenerator
 from paravt_ray.rollout.spec import GroupSpec
-from paravt_ray.rollout.vllm_engine import VllmEngine, _prompt
+from paravt_ray.rollout.vllm_engine import VllmEngine, prompt, sampling_params
 from tool_workers.pool import CropPool
 
 
@@ -81,20 +82,10 @@ class ScriptedEngine:
         self, prompt_ids: list[int], frames: Sequence[Frame], sampling: Sampling, tokens: int
     ) -> tuple[list[int], list[float]]:
         """Sample that many tokens; returns the expanded prompt and the sampled tokens' log-probs."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            max_tokens=tokens,
-            seed=sampling.seed,
-            logprobs=0,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = sampling_params(sampling.temperature, tokens, sampling.seed)
         self._number += 1
         pictures = self._chat.pictures(prompt_ids, frames)
-        outputs = self._engine._llm.generate(_prompt(prompt_ids, pictures), params, f"script-{id(self)}-{self._number}")
+        outputs = self._engine._llm.generate(prompt(prompt_ids, pictures), params, f"script-{id(self)}-{self._number}")
         (output,) = [latest async for latest in outputs]
         (completion,) = output.outputs
         sampled = zip(completion.token_ids, completion.logprobs, strict=True)
@@ -123,8 +114,7 @@ def start_scripted(config: Config, index: int, pool: CropPool, log_dir: Path, sc
     """Start the actor; its `ready` starts the engine."""
     import ray
 
-    gpu = ray.cluster_resources().get("GPU", 0.0) > 0
-    actor = ray.remote(ScriptedGenerator).options(**actor_options(config, gpu))
+    actor = ray.remote(ScriptedGenerator).options(**actor_options(config, has_gpus()))
     return actor.remote(config, index, pool, str(log_dir), script)
 
 

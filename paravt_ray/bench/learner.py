@@ -102,12 +102,14 @@ class OurLearner:
     def __init__(self, model: Path, folder: Path) -> None:
         """Load the model and set up DeepSpeed."""
         from paravt_ray.learner.actor import free_port
+        from paravt_ray.learner.engine import denormals_flushed
         from paravt_ray.learner.learner import Learner
 
         config = bench_config(model, folder)
         config.learner.micro_batch_tokens = MICRO_BATCH_TOKENS
         schedule = LrSchedule.from_config(config.learner, config.trainer.steps)
-        self._learner = Learner(config, model, schedule, rendezvous=f"tcp://127.0.0.1:{free_port()}")
+        with denormals_flushed():  # as the learner's actor does
+            self._learner = Learner(config, model, schedule, rendezvous=f"tcp://127.0.0.1:{free_port()}")
 
     def tokens_per_s(self, lengths: Sequence[int]) -> float:
         """A whole update: batching, forward, loss with its metrics, backward, optimizer."""

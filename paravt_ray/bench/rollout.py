@@ -33,9 +33,10 @@ from paravt_ray.chat import Chat, main_messages, question_text
 from paravt_ray.config import Config, model_directory
 from paravt_ray.episode import CallStatus, Frame, Group, Sample
 from paravt_ray.errors import UserError
+from paravt_ray.placement import has_gpus
 from paravt_ray.rollout.frames import GroupFrames, crop_pool
 from paravt_ray.rollout.generator import Generator, actor_options
-from paravt_ray.rollout.vllm_engine import _engine_args, _prompt
+from paravt_ray.rollout.vllm_engine import engine_args, prompt, sampling_params
 from tool_workers.pool import CropPool
 
 ROUNDS = 5
@@ -111,7 +112,7 @@ class BareVllm:
     async def _start(self) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(_engine_args(self._config))
+        return AsyncLLM.from_engine_args(engine_args(self._config))
 
     def tokens_per_s(self, requests: Sequence[Request]) -> float:
         """Answer all requests at once."""
@@ -127,22 +128,12 @@ class BareVllm:
         return tokens / (time.perf_counter() - started)
 
     async def _sample(self, request: Request) -> int:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
         rollout, chat = self._config.rollout, self._chat
-        params = SamplingParams(
-            temperature=rollout.temperature,
-            max_tokens=rollout.max_new_tokens,
-            seed=request.seed,
-            logprobs=0,
-            stop_token_ids=[chat.im_end, *chat.vision_ids],
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        stop = [chat.im_end, *chat.vision_ids]
+        params = sampling_params(rollout.temperature, rollout.max_new_tokens, request.seed, stop)
         self._number += 1
-        prompt = _prompt(request.prompt_ids, chat.pictures(request.prompt_ids, request.frames))
-        outputs = self._llm.generate(prompt, params, str(self._number))
+        shown = prompt(request.prompt_ids, chat.pictures(request.prompt_ids, request.frames))
+        outputs = self._llm.generate(shown, params, str(self._number))
         (output,) = [latest async for latest in outputs]
         return len(output.outputs[0].token_ids)
 
@@ -158,7 +149,7 @@ def generator_row(model: Path, folder: Path, load: Load, rounds: int) -> Row:
     config.rollout.max_tool_turns, config.rollout.max_new_tokens = 0, load.new_tokens
     chat = Chat.from_pretrained(model)
     clip = Path(synth_clips(folder, 1)[0])
-    options = actor_options(config, gpu=ray.cluster_resources().get("GPU", 0.0) > 0)
+    options = actor_options(config, has_gpus())
     env = options["runtime_env"]["env_vars"]
     say("Starting two engines (about a minute) ...")
     with (
@@ -179,7 +170,7 @@ def generator_row(model: Path, folder: Path, load: Load, rounds: int) -> Row:
             return _generator_tokens_per_s(actor, config, tasks[index], load.group_size, index)
 
         def peer(index: int) -> float:
-            requests = [Request(*prompt, seed) for prompt in prompts[index] for seed in range(load.group_size)]
+            requests = [Request(*asked, seed) for asked in prompts[index] for seed in range(load.group_size)]
             return float(bare.call("tokens_per_s", requests))
 
         rates = in_turn(rounds, ours, peer)
@@ -193,8 +184,8 @@ async def _prepare(pool: CropPool, config: Config, chat: Chat, sample: Sample) -
         config.rollout.overview_frames
     )
     messages = main_messages(question_text(sample.question, sample.videos), overview, tools={})
-    prompt = chat.prompt(messages, config.rollout.think_prefix)
-    return prompt.ids, prompt.frames
+    rendered = chat.prompt(messages, config.rollout.think_prefix)
+    return rendered.ids, rendered.frames
 
 
 def _generator_tokens_per_s(

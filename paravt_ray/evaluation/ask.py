@@ -21,6 +21,7 @@ from paravt_ray.episode import Episode, Frame, Sample
 from paravt_ray.errors import InputError, UserError
 from paravt_ray.evaluation.page import episode_page
 from paravt_ray.evaluation.show import Narrator, clock, outcome, printable
+from paravt_ray.placement import has_gpus
 from paravt_ray.rollout.agent import Observer, run_group
 from paravt_ray.rollout.engine import EngineError, Generation, Sampling
 from paravt_ray.rollout.frames import crop_pool
@@ -95,12 +96,11 @@ class _RemoteEngine:
 
 def _episode(config: Config, spec: GroupSpec, logs: Path, observer: Observer) -> Episode:
     """Start what an episode needs, run it, and end everything again."""
-    on_gpu = ray.cluster_resources().get("GPU", 0.0) > 0
     chat = Chat.from_pretrained(config.model.path, config.model.frames_as)
     with ExitStack() as stack:
         pool = crop_pool(config, chat.patch_factor)
         stack.callback(pool.close)
-        actor = ray.remote(_AskGenerator).options(**actor_options(config, on_gpu))
+        actor = ray.remote(_AskGenerator).options(**actor_options(config, has_gpus()))
         generator = actor.remote(config, 0, pool, str(logs))
         stack.callback(_end, generator)
         print("Starting the model (half a minute for a small one, minutes for a large one) ...", flush=True)

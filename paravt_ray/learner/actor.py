@@ -58,7 +58,8 @@ class LearnerActor:
 
     def start(self, *args: Any, **kwargs: Any) -> None:
         """Build the learner; takes its arguments."""
-        self._learner = Learner(*args, rank=self._rank, **kwargs)
+        with denormals_flushed():
+            self._learner = Learner(*args, rank=self._rank, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the learner."""

@@ -58,9 +58,10 @@ def init_distributed(rank: int, ranks: int, rendezvous: str, timeout_s: float) -
 
 @contextmanager
 def denormals_flushed() -> Iterator[None]:
-    """Take numbers below 1e-38 for 0 in this thread within the block.
+    """Take numbers below 1e-38 for 0 within the block, in this thread and those that it starts meanwhile.
 
-    Softmax and Adam leave many of them, on which a CPU is many times slower.
+    Softmax and Adam leave many of them, on which a CPU is many times slower. OpenMP's threads keep what they were
+    started with, so that what starts them, the first large computation of a process, has to be inside too.
     """
     torch.set_flush_denormal(True)
     try:

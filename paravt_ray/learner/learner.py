@@ -25,17 +25,10 @@ from paravt_ray.errors import UserError
 from paravt_ray.learner import checkpoint
 from paravt_ray.learner.batching import Collator, MicroBatch, plan, split_by_group
 from paravt_ray.learner.engine import Engine, frozen, init_distributed, move_frozen
-from paravt_ray.learner.lora import (
-    STEM,
-    LoraState,
-    add_adapter,
-    load_adapter,
-    lora_scale,
-    stored_adapter,
-    write_adapter_config,
-)
+from paravt_ray.learner.lora import STEM, add_adapter, load_adapter, lora_scale, stored_adapter, write_adapter_config
 from paravt_ray.learner.policy import Policy
 from paravt_ray.learner.schedule import LrSchedule
+from paravt_ray.weights.manifest import checkpoint_digest
 from paravt_ray.weights.push import Adapter, Push
 from paravt_ray.weights.send import publish
 
@@ -77,16 +70,17 @@ class Learner:
             ranks: processes that train together.
             rendezvous: `tcp://HOST:PORT`, where rank 0 listens.
             reference_path: checkpoint of the frozen reference policy, if one is needed.
-            resume: a checkpoint of `save` to go on from, made on any number of ranks.
+            resume: a checkpoint of `save` to go on from, made on any number of ranks; whether it is one of this run is
+                for `resume.check_resume` to see.
 
         Raises:
-            CheckpointError: `resume` is incomplete, or belongs to another learning-rate schedule, LoRA setting or base.
+            CheckpointError: `resume` is incomplete or belongs to another learning-rate schedule.
         """
         self.config, self.schedule, self.rank, self.ranks = config, schedule, rank, ranks
-        self._lora = LoraState.of(config.learner, model_path)
+        lora = config.learner.lora_rank > 0
+        self._adapter = Adapter(lora_scale(config.learner), checkpoint_digest(model_path)) if lora else None
+        """What is trained, where it is a LoRA adapter."""
         self.steps_done = resumed_steps(resume, schedule) if resume else 0
-        if resume:
-            _check_lora(resume, self._lora)
         """Optimizer steps so far."""
         self.device = init_distributed(rank, ranks, rendezvous, config.learner.timeout_s)
         self._source = model_path
@@ -99,10 +93,10 @@ class Learner:
 
     def _trained_policy(self, resume: Path | None) -> Policy:
         learner = self.config.learner
-        policy = self._load(resume / checkpoint.MODEL if resume and not self._lora else self._source)
+        policy = self._load(resume / checkpoint.MODEL if resume and not self._adapter else self._source)
         if learner.activation_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if self._lora:
+        if self._adapter:
             add_adapter(policy.model, learner, self.config.trainer.seed)
             if resume:
                 load_adapter(policy.model, checkpoint.read_tensors(resume / checkpoint.ADAPTER))
@@ -111,7 +105,7 @@ class Learner:
     def _make_reference(self, path: Path | None) -> Any:
         if path is None:
             return None
-        if self._lora and path == self._source:
+        if self._adapter and path == self._source:
             return self._engine.base  # the frozen part of what is trained: a second model would be the same
         return frozen(self._load(path), self.config, self.device)
 
@@ -338,8 +332,7 @@ class Learner:
         """
         tensors = self._engine.trained_tensors()
         if self.rank == 0:
-            adapter = Adapter(lora_scale(self.config.learner), self._lora.base) if self._lora else None
-            return publish(tensors, version, adapter)
+            return publish(tensors, version, self._adapter)
         for _ in tensors:
             pass
         return None
@@ -364,17 +357,13 @@ class Learner:
             return
         with checkpoint.atomic_directory(path) as building:
             self.save_model(building / checkpoint.MODEL)
-            if self._lora:
+            if self._adapter:
                 adapter = building / checkpoint.ADAPTER
                 checkpoint.write_tensors(stored_adapter(self._engine.trained_tensors()), adapter, STEM)
                 write_adapter_config(self.config.learner, self._source, adapter)
             if self.steps_done:
                 checkpoint.write_tensors(self._engine.optimizer_tensors(), building / checkpoint.OPTIMIZER, "optimizer")
-            learner = {
-                "steps_done": self.steps_done,
-                "schedule": asdict(self.schedule),
-                "lora": asdict(self._lora) if self._lora else None,
-            }
+            learner = {"steps_done": self.steps_done, "schedule": asdict(self.schedule)}
             checkpoint.write_json(building / checkpoint.LEARNER_FILE, learner)
             checkpoint.write_json(building / checkpoint.STATE_FILE, state)
         checkpoint.prune(path.parent, keep)
@@ -386,23 +375,12 @@ class Learner:
     def _gather_for_rank_0(self) -> None:
         for _ in self.named_tensors():
             pass
-        if self._lora:
+        if self._adapter:
             for _ in self._engine.trained_tensors():
                 pass
         if self.steps_done:
             for _ in self._engine.optimizer_tensors():
                 pass
-
-
-def _check_lora(path: Path, lora: LoraState | None) -> None:
-    saved = checkpoint.read_json(path / checkpoint.LEARNER_FILE)
-    adapted = LoraState(**saved["lora"]) if saved.get("lora") else None
-    if adapted != lora:
-        raise checkpoint.CheckpointError(
-            f"{path} was trained with {adapted or 'all weights'}, and this run trains {lora or 'all weights'}. Set "
-            "learner.lora_rank, learner.lora_alpha and model.path as they were, or start a new run directory from "
-            f"model.path={path / checkpoint.MODEL}."
-        )
 
 
 def resumed_steps(path: Path, schedule: LrSchedule) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from paravt_ray.config import LearnerConfig
 from paravt_ray.weights.lora import SUFFIXES
-from paravt_ray.weights.manifest import checkpoint_digest
 
 TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
 """The layers that are adapted, by their whole names: all linear ones of the language model but its output head."""
@@ -25,24 +23,6 @@ STEM = "adapter_model"
 
 _NAME = "default"
 _STORED_PREFIX = "base_model.model."
-
-
-@dataclass(frozen=True)
-class LoraState:
-    """What an adapter's tensors mean nothing without."""
-
-    rank: int
-    alpha: int
-    base: str
-    """Digest of the checkpoint that it is an adapter of."""
-
-    @classmethod
-    def of(cls, config: LearnerConfig, base: Path) -> LoraState | None:
-        """That of a learner on the checkpoint `base`; None where it trains all weights."""
-        return cls(config.lora_rank, config.lora_alpha, checkpoint_digest(base)) if config.lora_rank else None
-
-    def __str__(self) -> str:
-        return f"LoRA of rank {self.rank} and alpha {self.alpha} on the base with the digest {self.base}"
 
 
 def lora_scale(config: LearnerConfig) -> float:

@@ -19,7 +19,7 @@ from paravt_ray.learner.learner import resumed_steps
 from paravt_ray.learner.schedule import LrSchedule
 from paravt_ray.weights.digest import model_digest
 
-SETTINGS = ("model.dtype", "trainer.seed", "learner.lora_rank", "learner.lora_alpha")
+SETTINGS = ("model.dtype", "model.frames_as", "trainer.seed", "learner.lora_rank", "learner.lora_alpha")
 """Keys that must be as they were, in every kind of training."""
 
 _OTHERWISE = "or start a new run directory."
@@ -89,13 +89,13 @@ def check_resume(checkpoints: Path, origin: Origin, schedule: LrSchedule) -> Res
 
 
 def _check_origin(checkpoint: Path, kept: Mapping[str, Any], origin: Origin) -> None:
-    if not kept:
+    if not kept or origin.settings.keys() - kept["settings"].keys():
         raise CheckpointError(
-            f"{checkpoint} does not say which model, data and seed it came from: an earlier version of this program "
-            f"wrote it. Go on with that version, {_OTHERWISE}"
+            f"{checkpoint} does not say which model, data and settings it came from: an earlier version of this "
+            f"program wrote it. Go on with that version, {_OTHERWISE}"
         )
     for key, value in origin.settings.items():
-        if (before := kept["settings"].get(key)) != value:
+        if (before := kept["settings"][key]) != value:
             raise CheckpointError(
                 f"{checkpoint} was made with {key}={before}, this run has {value}. Set {key}={before}, {_OTHERWISE}"
             )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from paravt_ray.errors import InputError
-
-Settings = Mapping[str, Any]
-"""Values by dotted configuration key."""
+from paravt_ray.report.seeds import Settings, difference, trained_with
 
 ANCHORED: Settings = {
     "rollout.think_prefix": True,
@@ -32,10 +30,6 @@ PARA_GRPO: Settings = {
     "rollout.dispatch": "parallel",
 }
 GRPO: Settings = {**PARA_GRPO, **NOT_ANCHORED, "rollout.gating": False}
-
-# What may differ between runs besides the arm's own switches: where they are written, and what no run reads.
-_FREE = ("trainer.seed", "trainer.run_dir", "trainer.resume")
-_FREE_SECTIONS = ("paradox", "tracking", "cluster", "eval", "sft")
 
 
 @dataclass(frozen=True)
@@ -95,15 +89,11 @@ def refuse_switches(keys: Iterable[str]) -> None:
 
 
 def shared(config: Settings, arm: Arm) -> dict[str, Any]:
-    """What has to be the same in all runs of the comparison: everything but the switches and the free keys.
+    """What has to be the same in all runs of the comparison: what is in all seeds of an arm, but for the switches.
 
     The model has its prior in its name; where it is another arm's checkpoint, it is left out.
     """
-    kept = {
-        key: value
-        for key, value in config.items()
-        if key not in _FREE and key not in PARA_GRPO and key.split(".")[0] not in _FREE_SECTIONS
-    }
+    kept = {key: value for key, value in trained_with(config).items() if key not in PARA_GRPO}
     model = kept.pop("model.path", None)
     return kept if arm.checkpoint_of else kept | {f"model.path ({arm.prior} prior)": model}
 
@@ -119,10 +109,8 @@ def check_same(one: Settings, other: Settings, names: tuple[str, str]) -> None:
     Raises:
         InputError: naming what differs.
     """
-    different = [key for key in sorted(one.keys() & other.keys()) if one[key] != other[key]]
-    if different:
-        values = ", ".join(f"{key}: {one[key]} and {other[key]}" for key in different[:3])
+    if different := difference(one, other):
         raise InputError(
-            f"{names[0]} and {names[1]} do not belong to one comparison ({values}). "
+            f"{names[0]} and {names[1]} do not belong to one comparison ({different}). "
             f"Remove the older one, or begin the comparison in another folder."
         )

@@ -16,6 +16,7 @@ from typing import Any
 from paravt_ray.errors import InputError
 from paravt_ray.paradox.arms import ARMS, check_same, shared
 from paravt_ray.paradox.mechanism import GroupRecord, read_records
+from paravt_ray.report.seeds import check_whole
 from paravt_ray.report.source import RunData, read_run
 
 RUNS, MECHANISM_FILE = "runs", "mechanism.jsonl"
@@ -82,8 +83,7 @@ def _check(found: Comparison) -> None:
     for arm in ARMS:
         for run in found.runs.get(arm.name, []):
             name = f"{arm.name}/{run.name}"
-            if run.notes or not run.steps:
-                raise InputError(f"{run.path} is damaged. {' '.join(run.notes) or 'It has no steps.'}")
+            check_whole(run)
             wrong = [key for key, value in arm.settings.items() if run.config.get(key) != value]
             if wrong:
                 raise InputError(f"{run.path} is no run of its arm: {wrong[0]} is {run.config.get(wrong[0])}.")

@@ -23,7 +23,8 @@ def run(run_dirs: list[Path], out: Path) -> int:
     Where `out` ends with `.svg`, only the curves: of any number of runs, a curve a folder, whose runs are its seeds.
 
     Raises:
-        InputError: there are too many directories or folders, or one of them holds no run.
+        InputError: there are too many directories or folders, one of them holds no run, or a curve cannot be drawn:
+            runs of one folder differ in more than the seed, or one is damaged or has no finished step.
         ReportError: the page cannot be written.
     """
     from paravt_ray.tracking.run_dir import replace_file
@@ -51,12 +52,16 @@ def _page(run_dirs: list[Path]) -> str:
 
 def _curves(run_dirs: list[Path]) -> str:
     from paravt_ray.report.figure import COLOURS, figure
+    from paravt_ray.report.seeds import check_seeds, check_whole
     from paravt_ray.report.source import RunData, read_run
 
     curves: dict[Path, list[RunData]] = {}
     for run in map(read_run, run_dirs):
+        check_whole(run)
         curves.setdefault(run.path.parent, []).append(run)
     if len(curves) > len(COLOURS):
         raise InputError(f"The runs lie in {len(curves)} folders: at most {len(COLOURS)} curves go into one picture.")
+    for runs in curves.values():
+        check_seeds(runs)
     named = [(folder.name.replace("_", " "), runs) for folder, runs in curves.items()]
     return figure(named, " and ".join(label for label, _ in named))

@@ -115,6 +115,11 @@ def reach_of(count: int) -> int:
     return 0 if count < _MANY else max(1, round(min(count, MOST_POINTS) / 20))
 
 
+def smoothed_over(count: int) -> int:
+    """How many steps go into a value of the moving mean that is drawn of so many points, one a step."""
+    return round((2 * reach_of(count) + 1) * max(1.0, count / MOST_POINTS))
+
+
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round numbers at equal distances that enclose the range; at least two."""
     if not high > low:

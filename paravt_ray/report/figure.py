@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from statistics import fmean
 
-from paravt_ray.report.curves import HEIGHT, WIDTH, Line, line_chart, reach_of
+from paravt_ray.report.curves import HEIGHT, WIDTH, Line, line_chart, smoothed_over
 from paravt_ray.report.panels import FIGURE as PANELS
 from paravt_ray.report.source import Points, RunData
 
@@ -37,25 +37,32 @@ def figure(curves: Sequence[Curve], title: str) -> str:
         f"polyline.{css} {{ stroke: {colour}; }} polygon.{css}, rect.{css}, circle.{css} {{ fill: {colour}; }}\n"
         for css, colour in ((f"c{place}", colour) for place, colour in enumerate(COLOURS))
     )
-    reach = max((reach_of(len(run.steps)) for run in every), default=0)
-    smooth = f" Both smoothed over {2 * reach + 1} steps." if reach else ""
+    panels = [(name, [_line(css, label, runs, metric) for css, label, runs in shown]) for metric, name in PANELS]
+    smoothing = _smoothing(line for _, lines in panels for line in lines)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
         f"<title>{escape(title)}</title><style>\n{_STYLE}{colours}</style>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text class="title" x="{_MARGIN}" y="22">{escape(title)}</text>',
         f'<text class="note" x="{width - _MARGIN}" y="22" style="text-anchor:end">'
-        f"Curves: means over seeds; bands: lowest to highest.{smooth}</text>",
+        f"Curves: means over seeds; bands: lowest to highest.{smoothing}</text>",
         *_legend([(css, f"{label} ({_count(runs)})") for css, label, runs in shown]),
     ]
-    for place, (metric, name) in enumerate(PANELS):
+    for place, (name, lines) in enumerate(panels):
         x = _MARGIN + place * (WIDTH + _GAP)
-        lines = [_line(css, label, runs, metric) for css, label, runs in shown]
         parts.append(f'<text x="{x + 4}" y="{_HEAD - 10}">{escape(name)}</text>')
         if any(line.points for line in lines):
             chart = line_chart(name, lines, (min(steps), max(steps)))
             parts.append(f'<svg x="{x}" y="{_HEAD}" width="{WIDTH}" height="{HEIGHT}">{chart}</svg>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _smoothing(lines: Iterable[Line]) -> str:
+    """What the caption says of the moving means."""
+    widths = {smoothed_over(len(line.points)) for line in lines if line.points}
+    if max(widths, default=1) == 1:
+        return ""
+    return f" Both smoothed over {' to '.join(str(width) for width in sorted({min(widths), max(widths)}))} steps."
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:

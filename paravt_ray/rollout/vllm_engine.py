@@ -65,7 +65,7 @@ class VllmEngine:
         """
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        llm = AsyncLLM.from_engine_args(_engine_args(config))
+        llm = AsyncLLM.from_engine_args(engine_args(config))
         await llm.update_weight_version(str(INITIAL_VERSION))
         return cls(config, chat, llm)
 
@@ -84,9 +84,9 @@ class VllmEngine:
         logprobs: list[float] = []
         pieces: list[_Piece] = []
         for attempt in range(_REJECTIONS):
-            prompt = _prompt([*prompt_ids, *ids], pictures)
+            shown = prompt([*prompt_ids, *ids], pictures)
             left, expected = sampling.max_new_tokens - len(ids), expanded + len(ids)
-            piece = await self._sample(prompt, expected, sampling.temperature, left, sampling.seed + attempt)
+            piece = await self._sample(shown, expected, sampling.temperature, left, sampling.seed + attempt)
             pieces.append(piece)
             rejected = piece.token_ids[-1] in self._chat.vision_ids
             kept = len(piece.token_ids) - rejected
@@ -98,28 +98,17 @@ class VllmEngine:
         raise EngineError(f"The policy sampled {_REJECTIONS} vision tokens in one turn: it no longer writes text.")
 
     async def _sample(
-        self, prompt: dict[str, Any], expected: int, temperature: float, max_tokens: int, seed: int
+        self, shown: dict[str, Any], expected: int, temperature: float, max_tokens: int, seed: int
     ) -> _Piece:
         """One request; its prompt should become `expected` tokens."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
         if self._fault or self._asleep:
             raise EngineError(self._fault or "The engine sleeps: vLLM would keep the request until it wakes.")
-        params = SamplingParams(
-            temperature=temperature,
-            max_tokens=max_tokens,
-            seed=seed,
-            logprobs=0,
-            stop_token_ids=[self._chat.im_end, *self._chat.vision_ids],
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = sampling_params(temperature, max_tokens, seed, [self._chat.im_end, *self._chat.vision_ids])
         request = f"{next(self._numbers)}"
         self._running.add(request)
         output = None
         try:
-            async for latest in self._llm.generate(prompt, params, request):
+            async for latest in self._llm.generate(shown, params, request):
                 output = latest
         except Exception as error:  # vLLM's errors have no common base; the cause keeps the original
             raise EngineError(f"The engine failed on a request: {error or type(error).__name__}") from error
@@ -232,11 +221,27 @@ class VllmEngine:
         self._llm.shutdown(timeout=_SHUTDOWN_S)
 
 
-def _prompt(prompt_ids: list[int], pictures: Sequence[Picture]) -> dict[str, Any]:
+def sampling_params(temperature: float, max_tokens: int, seed: int, stop: Sequence[int] = ()) -> Any:
+    """vLLM's settings of one sample: ids with their log-probs, at most `max_tokens`, ended by nothing but `stop`."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+        logprobs=0,
+        stop_token_ids=[*stop],
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def prompt(prompt_ids: list[int], pictures: Sequence[Picture]) -> dict[str, Any]:
     """Un-expanded ids with what their pads stand for, as vLLM takes them."""
     from PIL import Image
 
-    prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
+    result: dict[str, Any] = {"prompt_token_ids": prompt_ids}
     images = [picture[0] for picture in pictures if len(picture) == 1]
     videos = [picture for picture in pictures if len(picture) > 1]
     data: dict[str, list[Any]] = {
@@ -246,9 +251,9 @@ def _prompt(prompt_ids: list[int], pictures: Sequence[Picture]) -> dict[str, Any
     # Equal ones are preprocessed, encoded and cached once, and their pixels are never hashed.
     uuids = {"image": [frame.key for frame in images], "video": ["|".join(f.key for f in v) for v in videos]}
     if pictures:
-        prompt["multi_modal_data"] = {kind: items for kind, items in data.items() if items}
-        prompt["multi_modal_uuids"] = {kind: keys for kind, keys in uuids.items() if keys}
-    return prompt
+        result["multi_modal_data"] = {kind: items for kind, items in data.items() if items}
+        result["multi_modal_uuids"] = {kind: keys for kind, keys in uuids.items() if keys}
+    return result
 
 
 def _video(frames: Picture) -> tuple[NDArray[np.uint8], dict[str, Any]]:
@@ -263,7 +268,8 @@ def _video(frames: Picture) -> tuple[NDArray[np.uint8], dict[str, Any]]:
     return np.stack([frame.pixels for frame in frames]), metadata
 
 
-def _engine_args(config: Config) -> Any:
+def engine_args(config: Config) -> Any:
+    """vLLM's arguments of an engine for the configuration."""
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform

@@ -117,7 +117,9 @@ class ExampleBuilder:
         if len(ids) > self._config.model.context_length:
             raise SkippedRowError("longer than model.context_length", f"{len(ids)} tokens")
         zeros = np.zeros(len(ids), np.float32)
-        return TrainRow(ids, trained, zeros, zeros, rendered.frames)
+        return TrainRow(
+            token_ids=ids, generated=trained, advantages=zeros, behaviour_logprobs=zeros, frames=rendered.frames
+        )
 
     def _message(self, turn: Turn, row_id: str, epoch: int) -> Message:
         parts: list[Part] = []
