@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from paravt_ray.config import load_config
+
 REPOSITORY = Path(__file__).parent.parent
 TOOLS = [
     "awk",
@@ -104,6 +106,15 @@ def test_cluster_files_name_the_pinned_ray() -> None:
     )
     job = yaml.safe_load((REPOSITORY / "cluster" / "kuberay-rayjob.yaml").read_text())
     assert f'=={job["spec"]["rayClusterSpec"]["rayVersion"]}"' in pinned
+
+
+def test_the_kubernetes_job_reads_and_writes_only_what_all_pods_share() -> None:
+    job = yaml.safe_load((REPOSITORY / "cluster" / "kuberay-rayjob.yaml").read_text())
+    command, subcommand, file, *overrides = job["spec"]["entrypoint"].split()
+    assert (command, subcommand) == ("paravt", "train")
+    config = load_config(REPOSITORY / file.removeprefix("/opt/paravt/"), overrides)
+    paths = (config.model.path, config.data.train, config.data.valid, config.trainer.run_dir)
+    assert [Path(path).parts[:2] for path in paths] == [("/", "shared")] * 4
 
 
 @pytest.mark.parametrize("script", sorted((REPOSITORY / "cluster").glob("*.sh")), ids=lambda path: path.name)
