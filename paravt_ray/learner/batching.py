@@ -1,7 +1,7 @@
-"""From rows to micro-batches: which rows run together, and the tensors of one micro-batch.
+"""From rows to micro-batches: the tensors of those that run together (`planning` says which).
 
-A micro-batch is one packed row of tokens without padding (see `attention`). Frames that its sequences share (the
-rollouts of one prompt see the same overview) go through the vision tower once.
+A micro-batch is one packed row of tokens without padding (see `attention`). What its sequences share is computed once:
+the prompt of a group's rollouts, and every frame that several of them show.
 
 A *picture* is what one run of pads shows: one frame as an image, or the two that a video shows together.
 """
@@ -19,49 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paravt_ray.episode import Frame, InvalidTrajectoryError, TrainRow
-from paravt_ray.learner.attention import Runs, runs_of
-
-
-def plan(rows: Sequence[TrainRow], ranks: int, budget: int) -> list[list[list[int]]]:
-    """Cut rows into micro-batches of at most `budget` tokens: result[rank][step] holds row indices.
-
-    Every rank gets the same number of steps (DeepSpeed communicates in each), the micro-batches that run at the same
-    time are about equally long, and rows of a group stay together where they can, since they share frames. A row that
-    is longer than the budget runs alone. A micro-batch is empty where there are fewer rows than ranks.
-    """
-    order = sorted(range(len(rows)), key=lambda i: (rows[i].group_index, rows[i].sequence_index, i))
-    lengths = [len(rows[i].token_ids) for i in order]
-    steps = -(-len(_cut(lengths, budget)) // ranks)
-    # The lowest limit that needs no more micro-batches makes them about equally long.
-    low, high = 1, budget
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_cut(lengths, middle)) <= ranks * steps else (middle + 1, high)
-    bins = [order[start:end] for start, end in _cut(lengths, low)]
-    bins += [[] for _ in range(ranks * steps - len(bins))]
-    # The longest run at the same time. Within one, equal lengths lie side by side: they share an attention call.
-    bins.sort(key=lambda indices: -sum(len(rows[i].token_ids) for i in indices))
-    packed = [sorted(indices, key=lambda i: (len(rows[i].token_ids), i)) for indices in bins]
-    return [packed[rank::ranks] for rank in range(ranks)]
-
-
-def _cut(lengths: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Cut into contiguous pieces of at most `limit` in sum, as few as possible; a longer item is a piece of its own."""
-    pieces, start, total = [], 0, 0
-    for index, length in enumerate(lengths):
-        if total + length > limit and index > start:
-            pieces.append((start, index))
-            start, total = index, 0
-        total += length
-    return [*pieces, (start, len(lengths))]
-
-
-def split_by_group(rows: Sequence[TrainRow], parts: int) -> list[list[TrainRow]]:
-    """Split rows into `parts` sets of whole groups with about equally many groups; fewer where there are fewer."""
-    groups = sorted({row.group_index for row in rows})
-    parts = min(parts, len(groups))
-    part_of = {group: index * parts // len(groups) for index, group in enumerate(groups)}
-    return [[row for row in rows if part_of[row.group_index] == part] for part in range(parts)]
+from paravt_ray.learner.attention import Family, family
+from paravt_ray.learner.planning import Prompt
 
 
 @dataclass
@@ -70,10 +29,10 @@ class MicroBatch:
 
     input_ids: Tensor  # [1, T] int64, with image pads for those of videos too
     position_ids: Tensor  # [3, 1, T] int64, M-RoPE: time, height, width
-    runs: Runs
+    families: tuple[Family, ...]
     pixel_values: Tensor  # [P, channels * temporal patch * patch * patch] float32
     frame_grid: Tensor  # [U, 3] int64, patches in time, height, width
-    frame_runs: Runs
+    frame_families: tuple[Family, ...]
     visual_index: Tensor  # [V] int64, which visual token of the different pictures stands at each pad
     sources: Tensor  # [N] int64, position in T whose hidden state predicts the generated token
     targets: Tensor  # [N] int64, the generated token
@@ -94,6 +53,15 @@ class MicroBatch:
         """Cut per-token values [N] into one array for each row, in packed order."""
         counts = torch.bincount(self.sequence, minlength=len(self.rows)).tolist()
         return np.split(values.detach().float().cpu().numpy(), np.cumsum(counts)[:-1])
+
+
+class _Segment(NamedTuple):
+    """A part of a row that stands in the micro-batch: the prompt of several rows, or what is a row's own."""
+
+    row: int
+    """Position of the row among the packed ones; of a prompt, any that has it."""
+    start: int
+    stop: int
 
 
 class _Picture(NamedTuple):
@@ -172,36 +140,74 @@ class Collator:
 
         The rows must have passed `check`.
         """
-        chosen = [rows[i] for i in indices]
+        order, families, segments = self._pack(rows, indices)
+        chosen = [rows[i] for i in order]
         pictures = [self._pictures(row) for row in chosen]
-        shown = [picture for of_row in pictures for picture in of_row]
+        positions = [_positions(len(row.token_ids), own) for row, own in zip(chosen, pictures, strict=True)]
+        shown = [p for row, start, stop in segments for p in pictures[row] if start <= p.start < stop]
         pixels, grid, first_token = self._patches(list({p.key: p for p in shown}.values()) or [self._blank()])
-        ids = np.concatenate([row.token_ids for row in chosen]) if chosen else np.zeros(1, np.int64)
-        positions = [_positions(len(row.token_ids), of_row) for row, of_row in zip(chosen, pictures, strict=True)] or [
-            np.zeros((3, 1), np.int64)
-        ]
-        generated = np.concatenate([row.generated for row in chosen]) if chosen else np.zeros(1, bool)
-        where = np.flatnonzero(generated)
-        lengths = [len(row.token_ids) for row in chosen] or [1]
-        known = [row.reference_logprobs for row in chosen if row.reference_logprobs is not None]
         visual = [first_token[picture.key] + np.arange(picture.tokens) for picture in shown]
+
+        def joined(arrays: Sequence[NDArray[Any]], empty: NDArray[Any]) -> NDArray[Any]:
+            parts = [arrays[row][..., start:stop] for row, start, stop in segments]
+            return np.concatenate(parts, axis=-1) if parts else empty
+
+        def at_targets(arrays: Sequence[NDArray[np.float32]]) -> Tensor:
+            return _tensor(joined(arrays, np.zeros(1, np.float32))[where].astype(np.float32))
+
+        ids = joined([row.token_ids for row in chosen], np.zeros(1, np.int64))
+        where = np.flatnonzero(joined([row.generated for row in chosen], np.zeros(1, bool)))
+        known = [row.reference_logprobs for row in chosen if row.reference_logprobs is not None]
+        sequence = [np.full(stop - start, row) for row, start, stop in segments] or [np.zeros(1, np.int64)]
         return MicroBatch(
             # The model puts features in the place of pads; of both kinds they come in one tensor, so they need one pad.
             input_ids=_tensor(np.where(ids == self._video_pad, self._image_pad, ids))[None],
-            position_ids=_tensor(np.concatenate(positions, axis=1))[:, None],
-            runs=runs_of(lengths),
+            position_ids=_tensor(joined(positions, np.zeros((3, 1), np.int64)))[:, None],
+            families=families,
             pixel_values=pixels,
             frame_grid=grid,
-            frame_runs=runs_of(grid.prod(-1).tolist()),
+            frame_families=(family(grid.prod(-1).tolist()),),
             visual_index=_tensor(np.concatenate(visual) if visual else np.zeros(0, np.int64)),
             sources=_tensor(where - 1),
             targets=_tensor(ids[where]),
-            sequence=_tensor(np.repeat(np.arange(len(lengths)), lengths)[where]),
-            advantages=_gather(where, [row.advantages for row in chosen]),
-            behaviour_logprobs=_gather(where, [row.behaviour_logprobs for row in chosen]),
-            reference_logprobs=_gather(where, known) if known and len(known) == len(chosen) else None,
-            rows=tuple(indices),
+            sequence=_tensor(np.concatenate(sequence)[where]),
+            advantages=at_targets([row.advantages for row in chosen]),
+            behaviour_logprobs=at_targets([row.behaviour_logprobs for row in chosen]),
+            reference_logprobs=at_targets(known) if known and len(known) == len(chosen) else None,
+            rows=tuple(order),
         )
+
+    def _pack(
+        self, rows: Sequence[TrainRow], indices: Sequence[int]
+    ) -> tuple[list[int], tuple[Family, ...], list[_Segment]]:
+        """The order of the rows, how they are related, and what stands in the micro-batch one after the other.
+
+        Rows of equal prompts, frames included, are a family; rows without such a relation are one without a prefix.
+        Within a family equal lengths lie side by side: they share an attention call.
+        """
+        by_prompt: dict[tuple[Prompt, tuple[Any, ...]], list[int]] = {}
+        for i in indices:
+            by_prompt.setdefault(self._prompt(rows[i]), []).append(i)
+        related = [(key[0].length, members) for key, members in by_prompt.items() if len(members) > 1]
+        alone = [members[0] for members in by_prompt.values() if len(members) == 1]
+        order: list[int] = []
+        families: list[Family] = []
+        segments: list[_Segment] = []
+        for prefix, members in [*related, (0, alone)] if alone else related:
+            members.sort(key=lambda i: (len(rows[i].token_ids), i))
+            first, own = len(order), [len(rows[i].token_ids) for i in members]
+            families.append(family([length - prefix for length in own], prefix))
+            segments += [_Segment(first, 0, prefix)] if prefix else []
+            segments += [_Segment(first + number, prefix, length) for number, length in enumerate(own)]
+            order += members
+        return order, tuple(families) or (family([1]),), segments
+
+    def _prompt(self, row: TrainRow) -> tuple[Prompt, tuple[Any, ...]]:
+        """A row's prompt and what its frames show; an empty prompt where a picture would be cut in two."""
+        prompt, pictures = Prompt.of(row), self._pictures(row)
+        if any(picture.start < prompt.length < picture.start + picture.tokens for picture in pictures):
+            return Prompt(0, b""), ()
+        return prompt, tuple(picture.key for picture in pictures if picture.start < prompt.length)
 
     def _blank(self) -> _Picture:
         side = self._patch * self._merge
@@ -281,11 +287,6 @@ def _positions(length: int, pictures: Sequence[_Picture]) -> NDArray[np.int64]:
         offsets[2, picture.start : end] = np.tile(np.arange(picture.columns), picture.rows)
     base = np.concatenate([[0], np.cumsum(step)[:-1]])
     return base + offsets
-
-
-def _gather(where: NDArray[np.int64], arrays: Sequence[NDArray[Any]]) -> Tensor:
-    joined = np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
-    return _tensor(joined[where].astype(np.float32))
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:

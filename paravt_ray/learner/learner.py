@@ -23,9 +23,10 @@ from paravt_ray.config import Config
 from paravt_ray.episode import InvalidTrajectoryError, TrainRow
 from paravt_ray.errors import UserError
 from paravt_ray.learner import checkpoint
-from paravt_ray.learner.batching import Collator, MicroBatch, plan, split_by_group
+from paravt_ray.learner.batching import Collator, MicroBatch
 from paravt_ray.learner.engine import Engine, frozen, init_distributed, move_frozen
 from paravt_ray.learner.lora import STEM, add_adapter, load_adapter, lora_scale, stored_adapter, write_adapter_config
+from paravt_ray.learner.planning import plan, split_by_group
 from paravt_ray.learner.policy import Policy
 from paravt_ray.learner.schedule import LrSchedule
 from paravt_ray.weights.manifest import checkpoint_digest
@@ -149,7 +150,7 @@ class Learner:
             batch = self._collator.collate(rows, indices)
             logprobs = self._no_grad(model, batch, self.config.rollout.temperature)
             values = batch.split(logprobs) if indices else []
-            for index, row_values in zip(indices, values, strict=True):
+            for index, row_values in zip(batch.rows, values, strict=True):
                 result[index] = np.zeros(len(rows[index].token_ids), np.float32)
                 result[index][rows[index].generated] = row_values
         return result

@@ -57,7 +57,10 @@ class Policy(nn.Module):
 
         visual = self.model.model.visual
         seen = visual(
-            batch.pixel_values.to(visual.dtype), grid_thw=batch.frame_grid, cu_seqlens=batch.frame_runs, max_seqlen=1
+            batch.pixel_values.to(visual.dtype),
+            grid_thw=batch.frame_grid,
+            cu_seqlens=batch.frame_families,
+            max_seqlen=1,
         )
         # Each different frame was encoded once; here it is put wherever a sequence shows it. Where none does, the
         # index is empty and the gradient zero, but the tower still takes part in every rank's communication.
@@ -70,7 +73,7 @@ class Policy(nn.Module):
             position_ids=batch.position_ids,
             mm_encoder_outputs={"image": image},
             use_cache=False,
-            cu_seq_lens_q=batch.runs,
+            cu_seq_lens_q=batch.families,
         ).last_hidden_state
         logprobs, entropies = self.head(hidden[0, batch.sources], batch.targets, temperature)
         return logprobs, entropies
