@@ -140,9 +140,9 @@ class Collator:
 
         The rows must have passed `check`.
         """
-        order, families, segments = self._pack(rows, indices)
-        chosen = [rows[i] for i in order]
-        pictures = [self._pictures(row) for row in chosen]
+        pictures_of = {i: self._pictures(rows[i]) for i in indices}
+        order, families, segments = _pack(rows, pictures_of)
+        chosen, pictures = [rows[i] for i in order], [pictures_of[i] for i in order]
         positions = [_positions(len(row.token_ids), own) for row, own in zip(chosen, pictures, strict=True)]
         shown = [p for row, start, stop in segments for p in pictures[row] if start <= p.start < stop]
         pixels, grid, first_token = self._patches(list({p.key: p for p in shown}.values()) or [self._blank()])
@@ -176,38 +176,6 @@ class Collator:
             reference_logprobs=at_targets(known) if known and len(known) == len(chosen) else None,
             rows=tuple(order),
         )
-
-    def _pack(
-        self, rows: Sequence[TrainRow], indices: Sequence[int]
-    ) -> tuple[list[int], tuple[Family, ...], list[_Segment]]:
-        """The order of the rows, how they are related, and what stands in the micro-batch one after the other.
-
-        Rows of equal prompts, frames included, are a family; rows without such a relation are one without a prefix.
-        Within a family equal lengths lie side by side: they share an attention call.
-        """
-        by_prompt: dict[tuple[Prompt, tuple[Any, ...]], list[int]] = {}
-        for i in indices:
-            by_prompt.setdefault(self._prompt(rows[i]), []).append(i)
-        related = [(key[0].length, members) for key, members in by_prompt.items() if len(members) > 1]
-        alone = [members[0] for members in by_prompt.values() if len(members) == 1]
-        order: list[int] = []
-        families: list[Family] = []
-        segments: list[_Segment] = []
-        for prefix, members in [*related, (0, alone)] if alone else related:
-            members.sort(key=lambda i: (len(rows[i].token_ids), i))
-            first, own = len(order), [len(rows[i].token_ids) for i in members]
-            families.append(family([length - prefix for length in own], prefix))
-            segments += [_Segment(first, 0, prefix)] if prefix else []
-            segments += [_Segment(first + number, prefix, length) for number, length in enumerate(own)]
-            order += members
-        return order, tuple(families) or (family([1]),), segments
-
-    def _prompt(self, row: TrainRow) -> tuple[Prompt, tuple[Any, ...]]:
-        """A row's prompt and what its frames show; an empty prompt where a picture would be cut in two."""
-        prompt, pictures = Prompt.of(row), self._pictures(row)
-        if any(picture.start < prompt.length < picture.start + picture.tokens for picture in pictures):
-            return Prompt(0, b""), ()
-        return prompt, tuple(picture.key for picture in pictures if picture.start < prompt.length)
 
     def _blank(self) -> _Picture:
         side = self._patch * self._merge
@@ -269,6 +237,40 @@ class Collator:
                 token += picture.tokens
                 grid.append([1, rows, columns])
         return torch.cat(patches), torch.tensor(grid), first_token
+
+
+def _pack(
+    rows: Sequence[TrainRow], pictures_of: dict[int, list[_Picture]]
+) -> tuple[list[int], tuple[Family, ...], list[_Segment]]:
+    """The order of the rows, how they are related, and what stands in the micro-batch one after the other.
+
+    Rows of equal prompts, frames included, are a family; rows without such a relation are one without a prefix.
+    Within a family equal lengths lie side by side: they share an attention call.
+    """
+    by_prompt: dict[tuple[Prompt, tuple[Any, ...]], list[int]] = {}
+    for i, pictures in pictures_of.items():
+        by_prompt.setdefault(_prompt(rows[i], pictures), []).append(i)
+    related = [(key[0].length, members) for key, members in by_prompt.items() if len(members) > 1]
+    alone = [members[0] for members in by_prompt.values() if len(members) == 1]
+    order: list[int] = []
+    families: list[Family] = []
+    segments: list[_Segment] = []
+    for prefix, members in [*related, (0, alone)] if alone else related:
+        members.sort(key=lambda i: (len(rows[i].token_ids), i))
+        first, own = len(order), [len(rows[i].token_ids) for i in members]
+        families.append(family([length - prefix for length in own], prefix))
+        segments += [_Segment(first, 0, prefix)] if prefix else []
+        segments += [_Segment(first + number, prefix, length) for number, length in enumerate(own)]
+        order += members
+    return order, tuple(families) or (family([1]),), segments
+
+
+def _prompt(row: TrainRow, pictures: Sequence[_Picture]) -> tuple[Prompt, tuple[Any, ...]]:
+    """A row's prompt and what its frames show; an empty prompt where a picture would be cut in two."""
+    prompt = Prompt.of(row)
+    if any(picture.start < prompt.length < picture.start + picture.tokens for picture in pictures):
+        return Prompt(0, b""), ()
+    return prompt, tuple(picture.key for picture in pictures if picture.start < prompt.length)
 
 
 def _positions(length: int, pictures: Sequence[_Picture]) -> NDArray[np.int64]:
