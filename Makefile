@@ -1,6 +1,6 @@
 # Every target sets up what it needs; `make debug` and `make test` work on a fresh machine.
 .DEFAULT_GOAL := help
-.PHONY: help setup debug tiny-model tiny-weak-model paradox test lint bench mlflow up down submit
+.PHONY: help setup debug tiny-model tiny-priors paradox test lint bench mlflow up down submit
 
 CONFIG ?= configs/debug.yaml
 ARGS ?=
@@ -24,9 +24,9 @@ tiny-model: setup ## the tiny model that ships with the package, from a seed (ab
 	rm -rf outputs/tiny
 	.venv/bin/python -m paravt_ray.tiny_build tiny
 
-tiny-weak-model: setup ## its sister with a weak tool prior, from the same beginnings (a quarter of an hour more)
-	rm -rf outputs/tiny/weak_prior outputs/tiny/weak_sft
-	.venv/bin/python -m paravt_ray.tiny_build tiny_weak
+tiny-priors: setup ## the tiny models with a strong and a weak tool prior, from the same beginnings
+	rm -rf outputs/tiny/strong outputs/tiny/weak_prior outputs/tiny/weak
+	.venv/bin/python -m paravt_ray.tiny_build tiny_strong tiny_weak
 
 $(SYNTH): | setup
 	$(PARAVT) data synth outputs/synth

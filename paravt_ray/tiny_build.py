@@ -1,4 +1,4 @@
-"""`make tiny-model`: everything from a seed to the tiny model that ships with the package.
+"""`make tiny-model`, `make tiny-priors`: everything from a seed to the tiny models that ship with the package.
 
 Synthetic data, an untrained checkpoint, four stages of supervised training, a measurement. About half an hour on two
 cores; a stage that was finished before is not run again.
@@ -26,13 +26,19 @@ SIZES = SynthSizes(
     prior_conversations=7800,
     sft_conversations=2000,
 )
-STAGES: dict[str, tuple[str, ...]] = {"reading": (), "looking": (), "prior": (), "sft": ()}
+Stages = dict[str, tuple[str, ...]]
 """What is trained, one after the other: `configs/tiny_STAGE.yaml` and what differs from it."""
-WEAK_STAGES = STAGES | {
-    "prior": ("data.train=outputs/tiny/data/sft_weak_prior.parquet", "sft.output=outputs/tiny/weak_prior"),
-    "sft": ("model.path=outputs/tiny/weak_prior", "sft.output=outputs/tiny/weak_sft"),
+BEGINNING: Stages = {"reading": (), "looking": (), "prior": ()}
+MODELS: dict[str, Stages] = {
+    "tiny": BEGINNING | {"sft": ()},
+    "tiny_strong": BEGINNING | {"cold_start": ()},
+    "tiny_weak": BEGINNING
+    | {
+        "prior": ("data.train=outputs/tiny/data/sft_weak_prior.parquet", "sft.output=outputs/tiny/weak_prior"),
+        "cold_start": ("model.path=outputs/tiny/weak_prior", "sft.output=outputs/tiny/weak"),
+    },
 }
-"""The same for the model with a weak tool prior: hardly a call in what it learns before the project's own format."""
+"""`tiny_weak` sees hardly a call before the project's own format; else it is made as `tiny_strong` is."""
 CONFIGS = Path("configs")
 WORK = Path("outputs/tiny")
 """Where the stages' configurations look for what the stage before left."""
@@ -41,8 +47,8 @@ ROLES = "system\nuser\nassistant\n"
 LARGEST_BYTES = 8 << 20
 
 
-def build_tiny_model(out: Path, seed: int, overrides: dict[str, tuple[str, ...]]) -> Path:
-    """Build, train and measure the tiny model, and put it into `out` with a `manifest.json`.
+def build_tiny_model(out: Path, seed: int, overrides: Stages) -> Path:
+    """Build and train a tiny model, and put it into `out` with a `manifest.json`.
 
     Run it from the repository's root.
 
@@ -68,8 +74,9 @@ def build_tiny_model(out: Path, seed: int, overrides: dict[str, tuple[str, ...]]
             train(config)
         stages[stage] = _settings(config)
     trained = Path(config.sft.output)
-    figures = measure(_agent_config(trained, data), held_out_questions(seed, SIZES), WORK / "logs")
-    manifest = {"seed": seed, "data": asdict(SIZES), "stages": stages, "measured": figures}
+    manifest = {"seed": seed, "data": asdict(SIZES), "stages": stages}
+    if "sft" in overrides:  # the others are measured by `paravt paradox`
+        manifest["measured"] = measure(_agent_config(trained, data), held_out_questions(seed, SIZES), WORK / "logs")
     return _ship(trained, out, manifest)
 
 
@@ -115,6 +122,5 @@ def _ship(trained: Path, out: Path, manifest: dict[str, Any]) -> Path:
 
 
 if __name__ == "__main__":
-    name = (sys.argv[1:] or ["tiny"])[0]
-    which = {"tiny": STAGES, "tiny_weak": WEAK_STAGES}[name]
-    print(f"Wrote {build_tiny_model(Path(__file__).with_name('assets') / name, seed=0, overrides=which)}.")
+    for name in sys.argv[1:]:
+        print(f"Wrote {build_tiny_model(Path(__file__).with_name('assets') / name, seed=0, overrides=MODELS[name])}.")

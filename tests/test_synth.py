@@ -292,6 +292,7 @@ def test_synthesize_writes_both_formats_on_different_clips(tmp_path: Path) -> No
         "sft_prior": 6,
         "sft_weak_prior": 6,
         "sft_train": 5,
+        "sft_calling": 5,
         "sft_valid": 4,
     }
     valid = read_rows(tmp_path / "a" / "valid.parquet", ["prompt"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-SHIPPED_MODELS = ("tiny", "tiny_weak")
+SHIPPED_MODELS = ("tiny", "tiny_strong", "tiny_weak")
 
 
 @dataclass
@@ -12,8 +12,8 @@ class ModelConfig:
     """Which model is trained and how it sees frames."""
 
     path: str = SHIPPED_MODELS[0]
-    """Directory of a Qwen3-VL checkpoint in Hugging Face format. `tiny` ships with the package; `tiny_weak`, which has
-    seen hardly any calls before its cold start, is made by `make tiny-weak-model`."""
+    """Directory of a Qwen3-VL checkpoint in Hugging Face format. `tiny` ships with the package, and so do the cold
+    starts of `make paradox`: `tiny_strong`, and `tiny_weak`, which has seen hardly any calls before its own."""
     dtype: str = "bfloat16"
     """Weights and activations in generators and learner: `float32` or `bfloat16`."""
     context_length: int = 32768

@@ -2,8 +2,8 @@
 
 Written into one folder: the clips, questions for reinforcement learning (`train.parquet`, `valid.parquet`), and
 conversations for the supervised cold start (`sft_reading.parquet`, `sft_looking.parquet`, `sft_prior.parquet`,
-`sft_weak_prior.parquet`, `sft_train.parquet`, `sft_valid.parquet`). Training and held-out rows are about different
-clips. All follows from the seed.
+`sft_weak_prior.parquet`, `sft_train.parquet`, `sft_calling.parquet`, `sft_valid.parquet`). Training and held-out rows
+are about different clips. All follows from the seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pyarrow.parquet
 from paravt_ray.data.synth_looking import looking_trace
 from paravt_ray.data.synth_questions import KINDS, Question, draw_question, overview_times, seen_at
 from paravt_ray.data.synth_reading import reading_trace
-from paravt_ray.data.synth_traces import Message, Style, main_trace, subagent_trace
+from paravt_ray.data.synth_traces import Calling, Message, Style, main_trace, subagent_trace
 from paravt_ray.data.synth_video import Clip, plan_clip, write_clip
 from paravt_ray.errors import InputError
 
@@ -36,8 +36,10 @@ READING_SHARE = 0.3
 """Of the exercises in looking: those in reading, which are not to be forgotten."""
 EXERCISE_SHARE = 0.35
 """Of the prior's conversations: exercises like those of `sft_looking`."""
-WEAK_CALLING = 0.05
-"""Odds of a call in the weak tool prior's conversations, as a share of those in the strong one's."""
+WEAK = Calling(odds=0.05)
+"""Hardly any calls: the conversations of the weak tool prior."""
+READY = Calling(odds=1.3, needless=0.4)
+"""Calls also where the overview would do: what calling and skipping are worth can then be compared at every budget."""
 MOST_CLIPS = 1000
 """Clips are named by three digits."""
 
@@ -99,8 +101,9 @@ def synthesize(out_dir: Path, seed: int = 0, sizes: SynthSizes | None = None) ->
         "sft_reading": draw_reading(sizes.reading_conversations, seed=[seed, 6]),
         "sft_looking": draw_looking(train, sizes.looking_conversations, seed=[seed, 7]),
         "sft_prior": draw_conversations(train, "code", sizes.prior_conversations, seed=[seed, 3]),
-        "sft_weak_prior": draw_conversations(train, "code", sizes.prior_conversations, [seed, 3], WEAK_CALLING),
+        "sft_weak_prior": draw_conversations(train, "code", sizes.prior_conversations, [seed, 3], WEAK),
         "sft_train": draw_conversations(train, "json", sizes.sft_conversations, seed=[seed, 4]),
+        "sft_calling": draw_conversations(train, "json", sizes.sft_conversations, [seed, 8], READY),
         "sft_valid": draw_conversations(valid, "json", sizes.valid_conversations, seed=[seed, 5]),
     }
     rows: dict[str, int] = {}
@@ -149,12 +152,9 @@ def _exercise(clips: Sequence[Clip], rng: np.random.Generator) -> list[Message]:
 
 
 def draw_conversations(
-    clips: Sequence[Clip], style: Style, count: int, seed: Sequence[int], calling: float = 1.0
+    clips: Sequence[Clip], style: Style, count: int, seed: Sequence[int], calling: Calling | None = None
 ) -> Iterator[list[Message]]:
-    """Conversations of main agents and sub-agents about random clips; in the `code` style also exercises.
-
-    `calling` multiplies the odds of a call.
-    """
+    """Conversations of main agents and sub-agents about random clips; in the `code` style also exercises."""
     rng = np.random.default_rng(list(seed))
     for _ in range(count):
         clip = clips[int(rng.integers(len(clips)))]

@@ -34,8 +34,6 @@ Style = Literal["json", "code"]
 
 CALL_ODDS: dict[Kind, float] = {"where": 0.7, "what": 0.35, "when": 0.6, "which": 0.35}
 """How often a trace looks closer where the overview does not show what is asked for; otherwise it guesses."""
-NEEDLESS_CALL_ODDS = 0.08
-"""How often a trace looks closer although the overview shows it."""
 ERROR_ODDS = 0.08
 """How often a trace's calls are answered with an error, each with even odds."""
 FORCED_ODDS = 0.4
@@ -105,14 +103,21 @@ def crop_seconds(window: Window, max_frames: int = 16) -> list[float]:
     return [float(window[0] + int((i + 0.5) * length / count)) for i in range(count)]
 
 
-def main_trace(
-    question: Question, frames: int, style: Style, rng: np.random.Generator, calling: float = 1.0
-) -> list[Message]:
-    """The main agent's whole conversation about one question, with one or two rounds of calls or none.
+@dataclass(frozen=True)
+class Calling:
+    """How readily the main agents of a set of conversations call the tool."""
 
-    `calling` multiplies the odds of a call.
-    """
-    return _Writer(question, frames, style, rng, calling).write()
+    odds: float = 1.0
+    """Multiplies the odds of a call."""
+    needless: float = 0.08
+    """How often a trace looks closer although the overview shows what is asked for."""
+
+
+def main_trace(
+    question: Question, frames: int, style: Style, rng: np.random.Generator, calling: Calling | None = None
+) -> list[Message]:
+    """The main agent's whole conversation about one question, with one or two rounds of calls or none."""
+    return _Writer(question, frames, style, rng, calling or Calling()).write()
 
 
 @dataclass
@@ -123,7 +128,7 @@ class _Writer:
     frames: int
     style: Style
     rng: np.random.Generator
-    calling: float
+    calling: Calling
     known: dict[Window, str] = field(default_factory=dict)
     """What was found out of each window so far: a colour or `NOTHING`."""
 
@@ -133,8 +138,8 @@ class _Writer:
         events = [event for window in question.windows if (event := question.clip.event_in(window))]
         self.known = {event.window: event.colour for event in events if seen_at(event, times) is not None}
         thought = self._lines("not seen")
-        odds = NEEDLESS_CALL_ODDS if self._found() else CALL_ODDS[question.kind]
-        looks = self.rng.random() < self.calling * odds
+        odds = self.calling.needless if self._found() else CALL_ODDS[question.kind]
+        looks = self.rng.random() < self.calling.odds * odds
         messages = main_prompt(question, self.frames)
         if not looks:
             return [*messages, self._answer(thought)]
