@@ -49,13 +49,14 @@ check_disk() { # check_disk GIGABYTES
   [ "$free" -ge "$1" ] || fail "The environment needs about $1 GB, and this disk has $free GB free. Make room, then run this again."
 }
 
-heartbeat() { # says every 20 s what pip is at
-  local seconds=0
+heartbeat() { # says every 20 s what pip is at, where that is something new
+  local seconds=0 doing before=
   while sleep 1; do
     seconds=$((seconds + 1))
     if [ $((seconds % 20)) -eq 0 ]; then
-      printf '  ... %d s: %s\n' "$seconds" \
-        "$({ grep -E '^ *(Collecting|Downloading|Building|Installing)' "$log" || true; } | tail -n 1 | sed 's/^ *//' | cut -c1-90)"
+      doing=$({ grep -E '^ *(Collecting|Downloading|Building|Installing)' "$log" || true; } | tail -n 1 | sed 's/^ *//' | cut -c1-90)
+      if [ "$doing" = "$before" ]; then doing='still at it'; else before=$doing; fi
+      printf '  ... %d s: %s\n' "$seconds" "$doing"
     fi
   done
 }

@@ -83,7 +83,7 @@ def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> KilledRun:
     result = subprocess.run(again, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Held-out questions" in result.stdout
-    assert "ending the engines and Ray" in result.stdout.partition("opens the curves")[2]
+    assert "ending the engines and Ray" in result.stdout.partition("serves the curves")[2]
     return KilledRun(path, started, left)
 
 

@@ -15,6 +15,14 @@ from paravt_ray.config.schema import Config
 BASE = "base"
 """The one line of a file that is no section: which file it is based on, as a path from its own folder."""
 
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+}
+
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file and what it is based on, apply `key=value` overrides, check every key and value.
@@ -33,9 +41,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     except ConfigKeyError as error:
         raise ConfigError(_unknown_key_message(str(error.full_key or error.key or ""))) from error
     except (OmegaConfBaseException, ValueError) as error:
-        key = getattr(error, "full_key", None)
-        where = f"The value of {key} cannot be used" if key else f"{file} cannot be used"
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+        reason = _wrong_kind_message(str(getattr(error, "full_key", None) or "").partition("[")[0], [*files, *changes])
+        raise ConfigError(reason or f"{file} cannot be used: {str(error).splitlines()[0]}") from error
     check_config(config)
     return config
 
@@ -98,6 +105,17 @@ def config_items(config: Config) -> dict[str, Any]:
         return items
 
     return walk(config, "")
+
+
+def _wrong_kind_message(key: str, layers: list[Any]) -> str:
+    """What a known key was given and what it takes; empty for any other key."""
+    default = config_items(Config()).get(key)
+    if default is None:
+        return ""
+    given = [value for layer in layers if (value := OmegaConf.select(layer, key, default=_KINDS)) is not _KINDS]
+    shown = "null" if given[-1] is None else repr(given[-1])
+    like = f" like {default}" if isinstance(default, list) and default else ""
+    return f"{key} is {shown}, but must be {_KINDS[type(default)]}{like}."
 
 
 def _unknown_key_message(key: str) -> str:

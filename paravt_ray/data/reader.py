@@ -109,7 +109,10 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
         DataError: there is no such file, it is no parquet file, it lacks a column or has no rows.
     """
     if not path.is_file():
-        raise DataError(f"There is no data file {path}.")
+        raise DataError(
+            f"There is no data file {path}: check data.train, data.valid and the working directory. "
+            "`paravt data synth outputs/synth` makes those of the synthetic task."
+        )
     try:
         file = pyarrow.parquet.ParquetFile(path)
         names = file.schema_arrow.names

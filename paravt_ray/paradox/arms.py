@@ -56,12 +56,12 @@ ARMS = (
     Arm("anchoring", "+ Exploration Anchoring", {**PARA_GRPO, "rollout.gating": False}),
     Arm("gating", "+ nFrames Gating", {**PARA_GRPO, **NOT_ANCHORED}),
     Arm("para_grpo", "PARA-GRPO", PARA_GRPO),
-    Arm("no_tool_reward", "− R_tool", {**PARA_GRPO, "reward.tool": False}),
-    Arm("no_unclosed_penalty", "− gamma", {**PARA_GRPO, "reward.unclosed_penalty": 0.0}),
-    Arm("anchor_all", "anchoring scope `all`", {**PARA_GRPO, "algorithm.anchoring_scope": "all"}),
     Arm(
         "sequential", "sequential dispatch", {**PARA_GRPO, "rollout.dispatch": "sequential"}, checkpoint_of="para_grpo"
     ),
+    Arm("no_tool_reward", "− R_tool", {**PARA_GRPO, "reward.tool": False}),
+    Arm("no_unclosed_penalty", "− gamma", {**PARA_GRPO, "reward.unclosed_penalty": 0.0}),
+    Arm("anchor_all", "anchoring scope `all`", {**PARA_GRPO, "algorithm.anchoring_scope": "all"}),
     Arm("weak_grpo", "GRPO, weak prior", GRPO, prior="weak"),
     Arm("weak_para_grpo", "PARA-GRPO, weak prior", PARA_GRPO, prior="weak"),
 )

@@ -127,7 +127,8 @@ class Progress:
                 table.add_row(name, *(f"{line[key]:.2f}" if key in line else "-" for line in (before, after)))
             self._console.print(table)
         self.say(f"Metrics, trajectories and checkpoints are in {run_dir}.")
-        self.say("`make mlflow` opens the curves in a browser.")
+        self.say(f"`paravt report {run_dir}` makes one page of curves and trajectories of it.")
+        self.say("`make mlflow` serves the curves of all runs to a browser on this machine.")
 
     def _last_line(self) -> Spinner:
         """The live last line: what is going on, for how long, and how long the whole will take."""
