@@ -25,7 +25,7 @@ tiny-model: setup ## the tiny model that ships with the package, from a seed (ab
 	.venv/bin/python -m paravt_ray.tiny_build tiny
 
 tiny-priors: setup ## the tiny models with a strong and a weak tool prior, from the same beginnings
-	rm -rf outputs/tiny/strong outputs/tiny/weak_prior outputs/tiny/weak
+	rm -rf outputs/tiny/overviews outputs/tiny/strong_prior outputs/tiny/strong outputs/tiny/weak_prior outputs/tiny/weak
 	.venv/bin/python -m paravt_ray.tiny_build tiny_strong tiny_weak
 
 $(SYNTH): | setup

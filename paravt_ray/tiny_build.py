@@ -23,18 +23,29 @@ SIZES = SynthSizes(
     train_clips=300,
     reading_conversations=17600,
     looking_conversations=14400,
+    overview_conversations=4800,
     prior_conversations=7800,
     sft_conversations=2000,
 )
 Stages = dict[str, tuple[str, ...]]
 """What is trained, one after the other: `configs/tiny_STAGE.yaml` and what differs from it."""
-BEGINNING: Stages = {"reading": (), "looking": (), "prior": ()}
+_BEGINNING: Stages = {"reading": (), "looking": ()}
 MODELS: dict[str, Stages] = {
-    "tiny": BEGINNING | {"sft": ()},
-    "tiny_strong": BEGINNING | {"cold_start": ()},
-    "tiny_weak": BEGINNING
-    | {
-        "prior": ("data.train=outputs/tiny/data/sft_weak_prior.parquet", "sft.output=outputs/tiny/weak_prior"),
+    "tiny": {**_BEGINNING, "prior": (), "sft": ()},
+    "tiny_strong": {
+        **_BEGINNING,
+        "overviews": (),
+        "prior": ("model.path=outputs/tiny/overviews", "sft.output=outputs/tiny/strong_prior"),
+        "cold_start": (),
+    },
+    "tiny_weak": {
+        **_BEGINNING,
+        "overviews": (),
+        "prior": (
+            "model.path=outputs/tiny/overviews",
+            "data.train=outputs/tiny/data/sft_weak_prior.parquet",
+            "sft.output=outputs/tiny/weak_prior",
+        ),
         "cold_start": ("model.path=outputs/tiny/weak_prior", "sft.output=outputs/tiny/weak"),
     },
 }

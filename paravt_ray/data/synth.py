@@ -1,9 +1,9 @@
 """`paravt data synth`: a synthetic long-video task, small enough to learn on two cores.
 
 Written into one folder: the clips, questions for reinforcement learning (`train.parquet`, `valid.parquet`), and
-conversations for the supervised cold start (`sft_reading.parquet`, `sft_looking.parquet`, `sft_prior.parquet`,
-`sft_weak_prior.parquet`, `sft_train.parquet`, `sft_calling.parquet`, `sft_valid.parquet`). Training and held-out rows
-are about different clips. All follows from the seed.
+conversations for the supervised cold start (`sft_reading.parquet`, `sft_looking.parquet`, `sft_overviews.parquet`,
+`sft_prior.parquet`, `sft_weak_prior.parquet`, `sft_train.parquet`, `sft_calling.parquet`, `sft_valid.parquet`).
+Training and held-out rows are about different clips. All follows from the seed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from paravt_ray.data.synth_looking import looking_trace
+from paravt_ray.data.synth_looking import LONG_OVERVIEWS, looking_trace, overview_trace
 from paravt_ray.data.synth_questions import KINDS, Question, draw_question, overview_times, seen_at
 from paravt_ray.data.synth_reading import reading_trace
 from paravt_ray.data.synth_traces import Calling, Message, Style, main_trace, subagent_trace
@@ -53,6 +53,7 @@ class SynthSizes:
     questions_per_clip: int = 8
     reading_conversations: int = 1000
     looking_conversations: int = 1000
+    overview_conversations: int = 1000
     prior_conversations: int = 4000
     sft_conversations: int = 2000
     valid_conversations: int = 200
@@ -100,6 +101,7 @@ def synthesize(out_dir: Path, seed: int = 0, sizes: SynthSizes | None = None) ->
     conversations = {
         "sft_reading": draw_reading(sizes.reading_conversations, seed=[seed, 6]),
         "sft_looking": draw_looking(train, sizes.looking_conversations, seed=[seed, 7]),
+        "sft_overviews": draw_overviews(train, sizes.overview_conversations, seed=[seed, 9]),
         "sft_prior": draw_conversations(train, "code", sizes.prior_conversations, seed=[seed, 3]),
         "sft_weak_prior": draw_conversations(train, "code", sizes.prior_conversations, [seed, 3], WEAK),
         "sft_train": draw_conversations(train, "json", sizes.sft_conversations, seed=[seed, 4]),
@@ -143,6 +145,12 @@ def draw_looking(clips: Sequence[Clip], count: int, seed: Sequence[int]) -> Iter
     """Exercises in looking, and some in reading."""
     rng = np.random.default_rng(list(seed))
     return (_exercise(clips, rng) for _ in range(count))
+
+
+def draw_overviews(clips: Sequence[Clip], count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
+    """Exercises in looking at whole clips, mostly in many frames."""
+    rng = np.random.default_rng(list(seed))
+    return (overview_trace(clips[int(rng.integers(len(clips)))], LONG_OVERVIEWS, rng) for _ in range(count))
 
 
 def _exercise(clips: Sequence[Clip], rng: np.random.Generator) -> list[Message]:

@@ -6,6 +6,8 @@ frames to the times that are written before them, which the main agent's first t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from paravt_ray.data.synth_questions import overview_times, seen_at, span
@@ -14,6 +16,8 @@ from paravt_ray.data.synth_video import GRID_SECONDS, Clip, Window
 
 OVERVIEWS = (16, 32)
 """Frames of the whole clip, as the main agent sees it."""
+LONG_OVERVIEWS = (16, 32, 64, 64)
+"""Likewise, up to the longest."""
 STRETCHES = (0, 10, 20, 40, 80)
 """Or seconds around one event's window, as a sub-agent sees its crop or more closely than any overview."""
 MOST_WINDOWS = 16
@@ -23,12 +27,19 @@ MOST_WINDOWS = 16
 def looking_trace(clip: Clip, rng: np.random.Generator) -> list[Message]:
     """One exercise about the windows of a clip, or of a stretch of it that holds at least one event."""
     if rng.random() < 0.5:
-        count, stretch = int(rng.choice(OVERVIEWS)), (0, clip.duration)
-        fragment, times = f"frames={count}", overview_times(clip, count)
-    else:
-        event = clip.events[int(rng.integers(len(clip.events)))]
-        stretch = _around(clip, event.window, int(rng.choice(STRETCHES)), rng)
-        fragment, times = f"t={stretch[0]},{stretch[1]}", crop_seconds(stretch)
+        return overview_trace(clip, OVERVIEWS, rng)
+    event = clip.events[int(rng.integers(len(clip.events)))]
+    stretch = _around(clip, event.window, int(rng.choice(STRETCHES)), rng)
+    return _trace(clip, f"t={stretch[0]},{stretch[1]}", crop_seconds(stretch), stretch, rng)
+
+
+def overview_trace(clip: Clip, budgets: Sequence[int], rng: np.random.Generator) -> list[Message]:
+    """One exercise about the windows of a whole clip, seen in one of so many frames."""
+    count = int(rng.choice(budgets))
+    return _trace(clip, f"frames={count}", overview_times(clip, count), (0, clip.duration), rng)
+
+
+def _trace(clip: Clip, fragment: str, times: list[float], stretch: Window, rng: np.random.Generator) -> list[Message]:
     windows = _windows(clip, stretch, rng)
     request = text_part("".join(f"\n{span(window)}" for window in windows))
     reply = "\n".join(f"{span(window)}: {_shown(clip, window, times)}" for window in windows)
