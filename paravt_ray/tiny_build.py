@@ -26,6 +26,7 @@ SIZES = SynthSizes(
     overview_conversations=4800,
     prior_conversations=7800,
     sft_conversations=2000,
+    calling_conversations=2600,
 )
 Stages = dict[str, tuple[str, ...]]
 """What is trained, one after the other: `configs/tiny_STAGE.yaml` and what differs from it."""

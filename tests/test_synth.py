@@ -282,6 +282,7 @@ def test_synthesize_writes_both_formats_on_different_clips(tmp_path: Path) -> No
         overview_conversations=9,
         prior_conversations=6,
         sft_conversations=5,
+        calling_conversations=10,
         valid_conversations=4,
     )
     report = synthesize(tmp_path / "a", seed=1, sizes=sizes)
@@ -294,7 +295,7 @@ def test_synthesize_writes_both_formats_on_different_clips(tmp_path: Path) -> No
         "sft_prior": 6,
         "sft_weak_prior": 6,
         "sft_train": 5,
-        "sft_calling": 5,
+        "sft_calling": 10,
         "sft_valid": 4,
     }
     valid = read_rows(tmp_path / "a" / "valid.parquet", ["prompt"])

@@ -40,6 +40,8 @@ WEAK = Calling(odds=0.05)
 """Hardly any calls: the conversations of the weak tool prior."""
 READY = Calling(odds=1.3, needless=0.4)
 """Calls also where the overview would do: what calling and skipping are worth can then be compared at every budget."""
+OVERVIEW_SHARE = 0.25
+"""Of the conversations that call readily: exercises like those of `sft_overviews`, which are not to be forgotten."""
 MOST_CLIPS = 1000
 """Clips are named by three digits."""
 
@@ -56,6 +58,7 @@ class SynthSizes:
     overview_conversations: int = 1000
     prior_conversations: int = 4000
     sft_conversations: int = 2000
+    calling_conversations: int = 2000
     valid_conversations: int = 200
 
 
@@ -105,7 +108,7 @@ def synthesize(out_dir: Path, seed: int = 0, sizes: SynthSizes | None = None) ->
         "sft_prior": draw_conversations(train, "code", sizes.prior_conversations, seed=[seed, 3]),
         "sft_weak_prior": draw_conversations(train, "code", sizes.prior_conversations, [seed, 3], WEAK),
         "sft_train": draw_conversations(train, "json", sizes.sft_conversations, seed=[seed, 4]),
-        "sft_calling": draw_conversations(train, "json", sizes.sft_conversations, [seed, 8], READY),
+        "sft_calling": draw_calling(train, sizes.calling_conversations, seed=[seed, 8]),
         "sft_valid": draw_conversations(valid, "json", sizes.valid_conversations, seed=[seed, 5]),
     }
     rows: dict[str, int] = {}
@@ -174,6 +177,14 @@ def draw_conversations(
             yield subagent_trace(question, question.windows[int(rng.integers(len(question.windows)))])
         else:
             yield main_trace(question, int(rng.choice(FRAME_BUDGETS, p=BUDGET_ODDS)), style, rng, calling)
+
+
+def draw_calling(clips: Sequence[Clip], count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
+    """Conversations that call readily, and some exercises in looking at whole clips."""
+    rng = np.random.default_rng(list(seed))
+    exercises = draw_overviews(clips, count, seed=[*seed, 0])
+    conversations = draw_conversations(clips, "json", count, [*seed, 1], READY)
+    return (next(exercises if rng.random() < OVERVIEW_SHARE else conversations) for _ in range(count))
 
 
 def visible_shares(questions: Sequence[Question]) -> dict[int, float]:
