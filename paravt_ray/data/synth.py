@@ -40,8 +40,12 @@ WEAK = Calling(odds=0.05)
 """Hardly any calls: the conversations of the weak tool prior."""
 READY = Calling(odds=1.3, needless=0.4)
 """Calls also where the overview would do: what calling and skipping are worth can then be compared at every budget."""
+LONG_BUDGET_ODDS = (0.18, 0.18, 0.14, 0.14, 0.36)
+"""The same where the longest overview has to be read as surely as the others."""
 OVERVIEW_SHARE = 0.25
 """Of the conversations that call readily: exercises like those of `sft_overviews`, which are not to be forgotten."""
+HABIT_SHARE = 0.18
+"""Of them: conversations in the `code` style, so that its habits compete with the format that is learned."""
 MOST_CLIPS = 1000
 """Clips are named by three digits."""
 
@@ -163,7 +167,12 @@ def _exercise(clips: Sequence[Clip], rng: np.random.Generator) -> list[Message]:
 
 
 def draw_conversations(
-    clips: Sequence[Clip], style: Style, count: int, seed: Sequence[int], calling: Calling | None = None
+    clips: Sequence[Clip],
+    style: Style,
+    count: int,
+    seed: Sequence[int],
+    calling: Calling | None = None,
+    budget_odds: Sequence[float] = BUDGET_ODDS,
 ) -> Iterator[list[Message]]:
     """Conversations of main agents and sub-agents about random clips; in the `code` style also exercises."""
     rng = np.random.default_rng(list(seed))
@@ -176,15 +185,19 @@ def draw_conversations(
         if rng.random() < SUBAGENT_SHARE:
             yield subagent_trace(question, question.windows[int(rng.integers(len(question.windows)))])
         else:
-            yield main_trace(question, int(rng.choice(FRAME_BUDGETS, p=BUDGET_ODDS)), style, rng, calling)
+            yield main_trace(question, int(rng.choice(FRAME_BUDGETS, p=budget_odds)), style, rng, calling)
 
 
 def draw_calling(clips: Sequence[Clip], count: int, seed: Sequence[int]) -> Iterator[list[Message]]:
-    """Conversations that call readily, and some exercises in looking at whole clips."""
+    """Conversations that call readily, some of them in the prior's style, and exercises in looking at whole clips."""
     rng = np.random.default_rng(list(seed))
-    exercises = draw_overviews(clips, count, seed=[*seed, 0])
-    conversations = draw_conversations(clips, "json", count, [*seed, 1], READY)
-    return (next(exercises if rng.random() < OVERVIEW_SHARE else conversations) for _ in range(count))
+    sources = (
+        draw_overviews(clips, count, seed=[*seed, 0]),
+        draw_conversations(clips, "code", count, [*seed, 1], READY, LONG_BUDGET_ODDS),
+        draw_conversations(clips, "json", count, [*seed, 2], READY, LONG_BUDGET_ODDS),
+    )
+    odds = (OVERVIEW_SHARE, HABIT_SHARE, 1 - OVERVIEW_SHARE - HABIT_SHARE)
+    return (next(sources[int(rng.choice(len(sources), p=odds))]) for _ in range(count))
 
 
 def visible_shares(questions: Sequence[Question]) -> dict[int, float]:
