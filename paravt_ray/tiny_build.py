@@ -6,15 +6,16 @@ cores; a stage that was finished before is not run again.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paravt_ray.config import Config, load_config
 from paravt_ray.data.synth import SynthSizes, held_out_questions, synthesize
+from paravt_ray.errors import InputError
 from paravt_ray.sft.train import train
 from paravt_ray.tiny_measure import measure
 from paravt_ray.tiny_model import write_blank_model
@@ -70,21 +71,28 @@ def build_tiny_model(out: Path, seed: int, overrides: Stages) -> Path:
         overrides: by stage, what differs from its configuration.
 
     Raises:
-        UserError: a stage cannot run; what is wrong and the way out.
+        UserError: a stage cannot run, or what an earlier build left was made otherwise; what is wrong, the way out.
         ValueError: the model is larger than may be shipped, or could not be measured.
     """
     data, blank = WORK / "data", WORK / "blank"
-    if not (data / "sft_valid.parquet").is_file():
+    made, wanted = data / "made.json", {"seed": seed, **asdict(SIZES)}
+    if not made.is_file():
         print("\n".join(synthesize(data, seed, SIZES).lines()))
+        made.write_text(json.dumps(wanted), encoding="utf-8")  # last: all of it is there
+    elif json.loads(made.read_text(encoding="utf-8")) != wanted:
+        raise InputError(f"{data} was made with another seed or other sizes. Remove {WORK}, and all is made anew.")
     if not (blank / "config.json").is_file():
         write_blank_model(blank, tokenizer_texts(data), seed)
     stages: dict[str, Any] = {}
     for stage, changes in overrides.items():
         config = load_config(CONFIGS / f"tiny_{stage}.yaml", [f"trainer.seed={seed}", *changes])
-        if not (Path(config.sft.output) / "config.json").is_file():
+        stages[stage] = _settings(config)
+        output = Path(config.sft.output)
+        if not (output / "config.json").is_file():
             print(f"Stage {stage}:")
             train(config)
-        stages[stage] = _settings(config)
+        elif _settings(load_config(output / "config.yaml")) != stages[stage]:
+            raise InputError(f"{output} was trained with other settings. Remove it and what was made after it.")
     trained = Path(config.sft.output)
     manifest = {"seed": seed, "data": asdict(SIZES), "stages": stages}
     if "sft" in overrides:  # the others are measured by `paravt paradox`
@@ -108,6 +116,7 @@ def tokenizer_texts(data: Path) -> list[str]:
 def _settings(config: Config) -> dict[str, Any]:
     learner = config.learner
     return {
+        "model": config.model.path,
         "conversations": config.data.train,
         "batch_size": config.sft.batch_size,
         "steps": config.sft.steps,
@@ -134,5 +143,7 @@ def _ship(trained: Path, out: Path, manifest: dict[str, Any]) -> Path:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description="Make tiny models from a seed, and put them into the package.")
+    parser.add_argument("models", nargs="+", choices=MODELS)
+    for name in parser.parse_args().models:
         print(f"Wrote {build_tiny_model(Path(__file__).with_name('assets') / name, seed=0, overrides=MODELS[name])}.")

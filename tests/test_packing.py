@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from paravt_ray.chat import Chat
 from paravt_ray.episode import Frame, TrainRow
 from paravt_ray.learner.attention import CPU_BLOCK, family, packed_attention
 from paravt_ray.learner.batching import Collator
-from paravt_ray.learner.planning import plan, split_by_group
+from paravt_ray.learner.planning import Prompt, plan, split_by_group
 
 # ---- planning ------------------------------------------------------------------------------------------------------
 
@@ -32,6 +33,12 @@ def row_of_length(length: int, group: int, prompt: int = 0) -> TrainRow:
     )
 
 
+def prompt_of(row: TrainRow) -> Prompt:
+    """All but the last token of a row's prompt, without pictures."""
+    length = max(0, int(row.generated.argmax()) - 1)
+    return Prompt(length, row.token_ids[:length].tobytes(), ())
+
+
 @given(
     lengths=st.lists(st.integers(1, 400), max_size=40),
     ranks=st.integers(1, 8),
@@ -42,7 +49,7 @@ def row_of_length(length: int, group: int, prompt: int = 0) -> TrainRow:
 def test_a_plan_runs_every_row_once_within_the_budget(lengths: list[int], ranks: int, budget: int, prompt: int) -> None:
     """Where a group's rows have a prompt in common, all but its last token counts once in a micro-batch."""
     rows = [row_of_length(length, index // 4, prompt) for index, length in enumerate(lengths)]
-    steps = plan(rows, ranks, budget)
+    steps = plan(rows, [prompt_of(row) for row in rows], ranks, budget)
     assert len(steps) == ranks and len({len(rank) for rank in steps}) == 1
     batches = [batch for rank in steps for batch in rank]
     assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
@@ -55,10 +62,19 @@ def test_a_plan_runs_every_row_once_within_the_budget(lengths: list[int], ranks:
 
 def test_a_plan_balances_the_tokens_of_mixed_lengths_over_ranks() -> None:
     lengths = np.random.default_rng(0).integers(50, 2000, 256).tolist()
-    steps = plan([row_of_length(n, i // 8) for i, n in enumerate(lengths)], ranks=4, budget=32768)
+    rows = [row_of_length(n, i // 8) for i, n in enumerate(lengths)]
+    steps = plan(rows, [prompt_of(row) for row in rows], ranks=4, budget=32768)
     for at_once in zip(*steps, strict=True):
         loads = [sum(lengths[i] for i in batch) for batch in at_once]
         assert max(loads) / (sum(loads) / len(loads)) < 1.1
+
+
+def test_a_group_whose_prompt_counts_once_fits_into_one_micro_batch() -> None:
+    """8 rows of 111 tokens are 888; with the 100 that they share counted once they are 188."""
+    rows = [row_of_length(111, 0, prompt=101) for _ in range(8)]
+    prompts = [prompt_of(row) for row in rows]
+    assert plan(rows, prompts, ranks=1, budget=188) == [[list(range(8))]]
+    assert len(plan(rows, prompts, ranks=1, budget=187)[0]) == 2
 
 
 def test_groups_are_never_split_between_optimizer_steps() -> None:
@@ -103,8 +119,20 @@ def test_attention_with_a_shared_prefix_is_attention_over_whole_sequences() -> N
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention behind a prefix needs a GPU")
+def test_a_gpu_attends_behind_a_shared_prefix_as_a_cpu_does() -> None:
+    families = (family((70, 70, 300), 40), family((9, 9)))
+    q, k, v = (torch.randn(1, heads, 498, 64) for heads in (4, 2, 2))
+    module = torch.nn.Module()
+    module.is_causal = True
+    expected, _ = packed_attention(module, q, k, v, None, cu_seq_lens_q=families)
+    on_gpu = [x.to("cuda", torch.bfloat16) for x in (q, k, v)]
+    found, _ = packed_attention(module, *on_gpu, None, cu_seq_lens_q=families)
+    torch.testing.assert_close(found.float().cpu(), expected, atol=0.03, rtol=0.03)
+
+
 def test_a_prompt_that_several_rows_have_runs_once(tiny_path: Path, tiny_rows: list[TrainRow]) -> None:
-    """All but its last token, which predicts each row's first generated one. Without that, a step takes far longer."""
+    """All but its last token, which predicts each row's first generated one."""
     batch = Collator(tiny_path).collate(tiny_rows, range(len(tiny_rows)))
     prompts = [int(row.generated.argmax()) for row in tiny_rows]
     assert prompts[0] == prompts[1] and prompts[5] == prompts[6]
@@ -118,8 +146,10 @@ def test_a_prompt_with_other_frames_is_another_prompt(tiny_path: Path, tiny_chat
     frames = [make_frame(0), Frame(make_frame(1).pixels, 0.0, "another")]
     rows = [make_row(tiny_chat, [frame], "A") for frame in frames]
     assert np.array_equal(rows[0].token_ids, rows[1].token_ids)
-    batch = Collator(tiny_path).collate(rows, [0, 1])
-    assert batch.input_ids.numel() == sum(len(row.token_ids) for row in rows)
+    collator, budget = Collator(tiny_path), len(rows[0].token_ids) + 9
+    assert collator.collate(rows, [0, 1]).input_ids.numel() == sum(len(row.token_ids) for row in rows)
+    prompts = [collator.prompt(row) for row in rows]
+    assert len(plan(rows, prompts, ranks=1, budget=budget)[0]) == 2, "what is planned has to be what is packed"
 
 
 def test_a_prompt_that_ends_in_a_picture_is_not_cut(tiny_path: Path, tiny_chat: Chat) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from scripted import LocalFleet, Request, ScriptedEngine, answer_text, calls_text, small_config
 
 from paravt_ray.chat import Chat
+from paravt_ray.config import Config, model_directory
+from paravt_ray.config.schema import SHIPPED_MODELS
 from paravt_ray.data.synth_questions import Question, overview_times
 from paravt_ray.data.synth_video import Clip, Event
 from paravt_ray.episode import Frame
@@ -47,6 +50,14 @@ def test_any_text_survives_and_digits_stand_alone(tokenizer: Any) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     pieces = [tokenizer.decode([token]) for token in tokenizer.encode("from 1234 to 99")]
     assert [piece for piece in pieces if piece.strip().isdigit()] == list("123499")
+
+
+@pytest.mark.parametrize("name", SHIPPED_MODELS)
+def test_what_is_said_to_ship_is_there(name: str) -> None:
+    config = Config()
+    config.model.path = name
+    manifest = json.loads((model_directory(config) / "manifest.json").read_text())
+    assert manifest["seed"] == 0 and list(manifest["stages"])[:2] == ["reading", "looking"]
 
 
 def test_one_frame_is_one_visual_token_for_processor_and_renderer(blank: Path) -> None:

@@ -133,7 +133,7 @@ def model_directory(config: Config) -> Path:
     if not file.is_file():
         raise ConfigError(
             f"There is no checkpoint at model.path={config.model.path}: {file} is missing. Give the directory of a "
-            f"Qwen3-VL in Hugging Face format."
+            f"Qwen3-VL in Hugging Face format, or one of {', '.join(SHIPPED_MODELS)}."
         )
     try:
         kind = json.loads(file.read_text(encoding="utf-8"))["model_type"]

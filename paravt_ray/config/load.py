@@ -41,8 +41,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     except ConfigKeyError as error:
         raise ConfigError(_unknown_key_message(str(error.full_key or error.key or ""))) from error
     except (OmegaConfBaseException, ValueError) as error:
-        reason = _wrong_kind_message(str(getattr(error, "full_key", None) or "").partition("[")[0], [*files, *changes])
-        raise ConfigError(reason or f"{file} cannot be used: {str(error).splitlines()[0]}") from error
+        key, reason = str(getattr(error, "full_key", None) or "").partition("[")[0], str(error).splitlines()[0]
+        raise ConfigError(_wrong_kind_message(key, reason) or f"{file} cannot be used: {reason}") from error
     check_config(config)
     return config
 
@@ -107,15 +107,13 @@ def config_items(config: Config) -> dict[str, Any]:
     return walk(config, "")
 
 
-def _wrong_kind_message(key: str, layers: list[Any]) -> str:
-    """What a known key was given and what it takes; empty for any other key."""
+def _wrong_kind_message(key: str, reason: str) -> str:
+    """What a known key takes and why its value is refused; empty for any other key."""
     default = config_items(Config()).get(key)
     if default is None:
         return ""
-    given = [value for layer in layers if (value := OmegaConf.select(layer, key, default=_KINDS)) is not _KINDS]
-    shown = "null" if given[-1] is None else repr(given[-1])
     like = f" like {default}" if isinstance(default, list) and default else ""
-    return f"{key} is {shown}, but must be {_KINDS[type(default)]}{like}."
+    return f"{key} must be {_KINDS[type(default)]}{like}: {reason}"
 
 
 def _unknown_key_message(key: str) -> str:

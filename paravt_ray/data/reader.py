@@ -24,6 +24,8 @@ from paravt_ray.errors import InputError
 from paravt_ray.rewards import accuracy
 
 COLUMNS = ("prompt", "videos", "extra_info")
+SYNTH = Path("outputs/synth")
+"""Where the shipped configurations look for the synthetic task."""
 VIDEO_MARKER = "<video>"
 EXAMPLES_PER_REASON = 3
 
@@ -109,10 +111,8 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
         DataError: there is no such file, it is no parquet file, it lacks a column or has no rows.
     """
     if not path.is_file():
-        raise DataError(
-            f"There is no data file {path}: check data.train, data.valid and the working directory. "
-            "`paravt data synth outputs/synth` makes those of the synthetic task."
-        )
+        made = " `paravt data synth outputs/synth` makes it." if path.parent == SYNTH else ""
+        raise DataError(f"There is no data file {path}, seen from {Path.cwd()}.{made}")
     try:
         file = pyarrow.parquet.ParquetFile(path)
         names = file.schema_arrow.names

@@ -22,7 +22,10 @@ from torch.nn.functional import scaled_dot_product_attention
 PACKED_ATTENTION = "paravt_packed_flash"
 
 CPU_BLOCK = 256
-"""Query positions of one call where a prefix is shared: torch's CPU kernel computes all that a mask hides."""
+"""Query positions of one call where a prefix is shared: torch's CPU kernel computes all that a mask hides.
+
+The backward pass keeps every call's keys and mask: on a CPU, memory grows with the square of what follows a prefix.
+"""
 
 
 class Family(NamedTuple):

@@ -131,6 +131,10 @@ class Collator:
         if not fit or shown != len(row.frames) or row.generated[pads].any():
             raise InvalidTrajectoryError(f"{len(pads)} pads do not stand where {len(row.frames)} frames belong.")
 
+    def prompt(self, row: TrainRow) -> Prompt:
+        """What a row may share with others; empty where nothing is generated or a picture would be cut in two."""
+        return _prompt(row, self._pictures(row))
+
     def collate(self, rows: Sequence[TrainRow], indices: Sequence[int]) -> MicroBatch:
         """Pack the rows with these indices.
 
@@ -141,7 +145,7 @@ class Collator:
         The rows must have passed `check`.
         """
         pictures_of = {i: self._pictures(rows[i]) for i in indices}
-        order, families, segments = _pack(rows, pictures_of)
+        order, families, segments = _pack(rows, {i: _prompt(rows[i], own) for i, own in pictures_of.items()})
         chosen, pictures = [rows[i] for i in order], [pictures_of[i] for i in order]
         positions = [_positions(len(row.token_ids), own) for row, own in zip(chosen, pictures, strict=True)]
         shown = [p for row, start, stop in segments for p in pictures[row] if start <= p.start < stop]
@@ -239,19 +243,18 @@ class Collator:
         return torch.cat(patches), torch.tensor(grid), first_token
 
 
-def _pack(
-    rows: Sequence[TrainRow], pictures_of: dict[int, list[_Picture]]
-) -> tuple[list[int], tuple[Family, ...], list[_Segment]]:
+def _pack(rows: Sequence[TrainRow], prompts: dict[int, Prompt]) -> tuple[list[int], tuple[Family, ...], list[_Segment]]:
     """The order of the rows, how they are related, and what stands in the micro-batch one after the other.
 
-    Rows of equal prompts, frames included, are a family; rows without such a relation are one without a prefix.
-    Within a family equal lengths lie side by side: they share an attention call.
+    Rows of equal prompts are a family; rows without such a relation are one without a prefix. Within a family equal
+    lengths lie side by side: they share an attention call.
     """
-    by_prompt: dict[tuple[Prompt, tuple[Any, ...]], list[int]] = {}
-    for i, pictures in pictures_of.items():
-        by_prompt.setdefault(_prompt(rows[i], pictures), []).append(i)
-    related = [(key[0].length, members) for key, members in by_prompt.items() if len(members) > 1]
-    alone = [members[0] for members in by_prompt.values() if len(members) == 1]
+    by_prompt: dict[Prompt, list[int]] = {}
+    for i, prompt in prompts.items():
+        by_prompt.setdefault(prompt, []).append(i)
+    related = [(prompt.length, members) for prompt, members in by_prompt.items() if prompt.length and len(members) > 1]
+    together = {i for _, members in related for i in members}
+    alone = [i for i in prompts if i not in together]
     order: list[int] = []
     families: list[Family] = []
     segments: list[_Segment] = []
@@ -265,12 +268,12 @@ def _pack(
     return order, tuple(families) or (family([1]),), segments
 
 
-def _prompt(row: TrainRow, pictures: Sequence[_Picture]) -> tuple[Prompt, tuple[Any, ...]]:
-    """A row's prompt and what its frames show; an empty prompt where a picture would be cut in two."""
-    prompt = Prompt.of(row)
-    if any(picture.start < prompt.length < picture.start + picture.tokens for picture in pictures):
-        return Prompt(0, b""), ()
-    return prompt, tuple(picture.key for picture in pictures if picture.start < prompt.length)
+def _prompt(row: TrainRow, pictures: Sequence[_Picture]) -> Prompt:
+    length = max(0, int(row.generated.argmax()) - 1)
+    if any(picture.start < length < picture.start + picture.tokens for picture in pictures):
+        length = 0
+    shown = tuple(picture.key for picture in pictures if picture.start < length)
+    return Prompt(length, row.token_ids[:length].tobytes(), shown)
 
 
 def _positions(length: int, pictures: Sequence[_Picture]) -> NDArray[np.int64]:

@@ -166,7 +166,8 @@ class Learner:
         return logprobs
 
     def _plan(self, rows: Sequence[TrainRow]) -> list[list[int]]:
-        return plan(rows, self.ranks, self.config.learner.micro_batch_tokens)[self.rank]
+        prompts = [self._collator.prompt(row) for row in rows]
+        return plan(rows, prompts, self.ranks, self.config.learner.micro_batch_tokens)[self.rank]
 
     # ---- training --------------------------------------------------------------------------------------------------
 

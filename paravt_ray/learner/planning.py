@@ -17,23 +17,19 @@ class Prompt(NamedTuple):
 
     length: int
     ids: bytes
-
-    @classmethod
-    def of(cls, row: TrainRow) -> Prompt:
-        """The prompt of a row; empty where nothing is generated."""
-        length = max(0, int(row.generated.argmax()) - 1)
-        return cls(length, row.token_ids[:length].tobytes())
+    pictures: tuple[tuple[str, ...], ...]
+    """Keys of the frames that it shows."""
 
 
-def plan(rows: Sequence[TrainRow], ranks: int, budget: int) -> list[list[list[int]]]:
+def plan(rows: Sequence[TrainRow], prompts: Sequence[Prompt], ranks: int, budget: int) -> list[list[list[int]]]:
     """Cut rows into micro-batches of at most `budget` tokens: result[rank][step] holds row indices.
 
     Every rank gets the same number of steps (DeepSpeed communicates in each), the micro-batches that run at the same
-    time are about equally long, and rows of a group stay together where they can, since they share frames and prompt,
-    which counts once in a micro-batch. A row that is longer than the budget runs alone. A micro-batch is empty where
+    time are about equally long, and rows of a group with equal prompts stay together where they can: the prompt counts
+    once in a micro-batch. A row that is longer than the budget runs alone. A micro-batch is empty where
     there are fewer rows than ranks.
     """
-    keys = [(row.group_index, Prompt.of(row)) for row in rows]
+    keys = [(row.group_index, prompt) for row, prompt in zip(rows, prompts, strict=True)]
     order = sorted(range(len(rows)), key=lambda i: (keys[i], rows[i].sequence_index, i))
     lengths = [len(rows[i].token_ids) for i in order]
     added = list(lengths)  # by a row to a micro-batch that holds the row before it
