@@ -244,6 +244,17 @@ def test_an_mlflow_run_that_was_deleted_is_made_anew(tmp_path: Path, database: P
     assert points(database, "train/loss") == [(1, 1)]
 
 
+def test_a_database_may_be_named_from_the_working_directory(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `configs/paradox.yaml` does; artifacts need an absolute place."""
+    monkeypatch.chdir(database.parent)
+    with RunDir(config(tmp_path)) as run:
+        Follower(run.path, f"sqlite:///{database.name}", "another").sync()
+    places = rows(database, "select artifact_location from experiments where name = 'another'")
+    assert places == [((database.parent / "mlflow_artifacts").as_uri(),)]
+
+
 def test_a_line_that_is_still_being_written_waits(tmp_path: Path, database: Path) -> None:
     with RunDir(config(tmp_path)) as run:
         run.log_metrics(1, {"train/loss": 1, "tracking/dropped": 0})

@@ -193,7 +193,7 @@ class Follower:
         if found is not None:
             return str(found.experiment_id)
         # Without a server artifacts would land in the current folder, wherever the run was started from.
-        beside = Path(self._uri.removeprefix(SQLITE)).parent / "mlflow_artifacts"
+        beside = Path(self._uri.removeprefix(SQLITE)).absolute().parent / "mlflow_artifacts"
         location = beside.as_uri() if self._uri.startswith(SQLITE) else None
         return str(client.create_experiment(self._experiment, artifact_location=location))
 
