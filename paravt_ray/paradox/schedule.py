@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,17 +14,14 @@ from paravt_ray.config import model_directory
 from paravt_ray.errors import InputError, UserError
 from paravt_ray.learner.checkpoint import MODEL, latest_complete
 from paravt_ray.paradox import arms
-from paravt_ray.paradox.arms import ARMS, Arm
-from paravt_ray.paradox.draw import draw
+from paravt_ray.paradox.arms import Arm
 from paravt_ray.paradox.mechanism import read_records, write_records
 from paravt_ray.paradox.plan import Plan, check_begun
-from paravt_ray.paradox.results import MECHANISM_FILE, RUNS
+from paravt_ray.paradox.records import mechanism_file, publish, restore
 from paravt_ray.tracking.progress import Progress
 from paravt_ray.tracking.run_dir import METRICS_FILE, RunDir, read_metrics, step_of
 from paravt_ray.weights.digest import model_digest
 
-RECORDS = ("config.yaml", METRICS_FILE)
-"""What figures and tables are drawn from, of each run."""
 POLL_S = 2.0
 STOP_S = 60.0
 """Seconds that a run is given to end in good order."""
@@ -42,12 +38,15 @@ def run(plan: Plan) -> int:
         UserError: a run failed, or a folder holds something else.
     """
     runs, steps = plan.runs(), plan.config.trainer.steps
+    restored = restore(plan)
     for arm, seed in runs:
         check_begun(plan.settings(arm, seed), arm)
     trained = [(arm, seed) for arm, seed in runs if not arm.checkpoint_of]
     left = [pair for pair in runs if not plan.is_finished(*pair)]
     with Progress(steps * len(trained)) as progress:
         progress.say(f"{len(runs)} runs of {steps} steps in {plan.folder}; {len(runs) - len(left)} are finished.")
+        if restored:
+            progress.say(f"{restored} of them are known by their records in {plan.output} alone.")
         if not plan.config.paradox.weak_model:
             progress.say("The contrast of priors is left out: paradox.weak_model names no checkpoint.")
         for prior in plan.priors():
@@ -81,7 +80,7 @@ def _measure(plan: Plan, prior: str, progress: Progress) -> None:
     config = plan.settings(arm, plan.config.trainer.seed)
     config.trainer.run_dir = str(plan.folder / "cold_start" / prior)
     check_begun(config, arm)
-    file = Path(config.trainer.run_dir) / MECHANISM_FILE
+    file = mechanism_file(plan, prior)
     if file.is_file():
         if read_records(file)[0].model != model_digest(model_directory(config)):
             raise InputError(f"{plan.folder} was begun with another checkpoint. Choose another trainer.run_dir.")
@@ -158,23 +157,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def publish(plan: Plan) -> None:
-    """Copy what the figures are drawn from out of the finished runs, and draw them."""
-    records = []
-    for prior in plan.priors():
-        records += read_records(plan.folder / "cold_start" / prior / MECHANISM_FILE)
-    plan.output.mkdir(parents=True, exist_ok=True)
-    write_records(plan.output / MECHANISM_FILE, records)
-    for arm in ARMS:
-        if (stale := plan.output / RUNS / arm.name).exists():
-            shutil.rmtree(stale)
-    finished = [pair for pair in plan.runs() if plan.is_finished(*pair)]
-    for arm, seed in finished:
-        target = plan.output / RUNS / arm.name / f"seed_{seed}"
-        target.mkdir(parents=True)
-        for name in RECORDS:
-            shutil.copyfile(plan.run_dir(arm, seed) / name, target / name)
-    if finished:
-        draw(plan.output)
