@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pyarrow.parquet
 import pytest
 from scripted import LocalFleet, Request, ScriptedEngine, answer_text, calls_text, small_config
 
+from paravt_ray import tiny_build
 from paravt_ray.chat import Chat
-from paravt_ray.config import Config, model_directory
+from paravt_ray.config import Config, load_config, model_directory, save_config
 from paravt_ray.config.schema import SHIPPED_MODELS
+from paravt_ray.data.synth import SynthSizes
 from paravt_ray.data.synth_questions import Question, overview_times
 from paravt_ray.data.synth_video import Clip, Event
 from paravt_ray.episode import Frame
+from paravt_ray.errors import InputError
 from paravt_ray.tiny_measure import roll_out, slices
 from paravt_ray.tiny_model import FRAME_SIDE, PLAIN_ADDED_TOKENS, SPECIAL_TOKENS, write_blank_model
 
@@ -58,6 +62,25 @@ def test_what_is_said_to_ship_is_there(name: str) -> None:
     config.model.path = name
     manifest = json.loads((model_directory(config) / "manifest.json").read_text())
     assert manifest["seed"] == 0 and list(manifest["stages"])[:2] == ["reading", "looking"]
+
+
+def test_a_build_refuses_what_another_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a manifest would say how a model might have been made."""
+    monkeypatch.setattr(tiny_build, "WORK", tmp_path)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "made.json").write_text(json.dumps({"seed": 0, **asdict(SynthSizes())}))
+    with pytest.raises(InputError, match="was made with another seed or other sizes"):
+        tiny_build.build_tiny_model(tmp_path / "out", 0, tiny_build.MODELS["tiny"])
+    (data / "made.json").write_text(json.dumps({"seed": 0, **asdict(tiny_build.SIZES)}))
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "config.json").touch()
+    stage, fewer = tmp_path / "reading", load_config(tiny_build.CONFIGS / "tiny_reading.yaml", ["sft.steps=100"])
+    stage.mkdir()
+    (stage / "config.json").touch()
+    save_config(fewer, stage / "config.yaml")
+    with pytest.raises(InputError, match="reading was trained with other settings"):
+        tiny_build.build_tiny_model(tmp_path / "out", 0, {"reading": (f"sft.output={stage}",)})
 
 
 def test_one_frame_is_one_visual_token_for_processor_and_renderer(blank: Path) -> None:
