@@ -110,7 +110,7 @@ class Calling:
     odds: float = 1.0
     """Multiplies the odds of a call."""
     needless: float = 0.08
-    """How often a trace looks closer although the overview shows what is asked for."""
+    """How often a trace looks closer although the overview shows what is asked for, before `odds`."""
 
 
 def main_trace(

@@ -66,6 +66,9 @@ def restore(plan: Plan) -> int:
 
 
 def _copy(source: Path, target: Path) -> None:
-    target.mkdir(parents=True)
+    part = target.with_name(f"{target.name}.part")  # half a run must never be taken for a whole one
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
     for name in RECORDS:
-        shutil.copyfile(source / name, target / name)
+        shutil.copyfile(source / name, part / name)
+    part.rename(target)
